@@ -1,0 +1,197 @@
+"""Public door of the SemantiCache operation: cluster, merge and write one layer.
+
+After SemantiCache (arXiv 2603.14303). Each KV head of a layer is clustered on its own, greedily
+and inside given chunks of tokens; see `reference.assign` for the rule and `reference.merge` for
+the entries. Layouts of pool and slab: `kvcompress_kernels.formats`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from kvcompress_kernels import build
+from kvcompress_kernels.cluster_merge import reference
+from kvcompress_kernels.cluster_merge.reference import MERGE_ALL
+
+__all__ = ["MERGE_ALL", "cluster_count", "cluster_merge"]
+
+Impl = Literal["cpu", "reference"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_HEAD_SIZE = 256
+
+
+def cluster_merge(
+    kv_cache: torch.Tensor,
+    bias: torch.Tensor,
+    layer: int,
+    source: torch.Tensor,
+    slab: torch.Tensor,
+    chunk_ids: torch.Tensor,
+    threshold: float,
+    first_cell: int,
+    num_cells: int,
+    impl: Impl = "cpu",
+) -> tuple[torch.Tensor, int]:
+    """Compress one layer of a prompt into its slab.
+
+    The heads' segments follow one another from ``first_cell`` on. If they would pass
+    ``num_cells``, nothing is written, and the counts are returned all the same.
+
+    Decisions are exact: both implementations, any vector width and any number of threads give
+    the same bits.
+
+    Args:
+        kv_cache: ``[L, B, H, N, 2 * D]``, bfloat16, float16 or float32; N and D multiples of 16,
+            D at most 256; the last two dimensions contiguous. Written in the slab's blocks.
+        bias: float32 ``[B, L, H, N]``, last dimension contiguous. Written in the slab's blocks.
+        layer: index into ``L``.
+        source: int32 ``[G / N]``, blocks of the prompt in token order; only read.
+        slab: int32 ``[c]``, blocks of the slab. That it is disjoint from ``source`` is the
+            caller's responsibility.
+        chunk_ids: int32 ``[G]``: -1 for a token that is kept as it is, else the number of its
+            chunk; chunks are consecutive tokens, numbered from 0 without gaps.
+        threshold: cosine similarity in [0, 1) above which two keys merge, or `MERGE_ALL` (-1),
+            which merges every chunk whole, whatever its keys.
+        first_cell: cell of the slab at which the layer's first segment starts.
+        num_cells: cells of the slab that may be used.
+        impl: ``cpu`` (the C++ kernel) or ``reference`` (plain torch).
+
+    Returns:
+        ``num_entries``, int32 ``[H]``, and the cell after the last one; it is above ``num_cells``
+        exactly if nothing was written.
+
+    Raises:
+        ValueError: an argument does not fit the description above.
+        kvcompress_kernels.build.CompilerNotFoundError: see `build.load`.
+    """
+    _check_pool(kv_cache, source, chunk_ids, threshold)
+    num_layers, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer: expected 0 to L - 1 = {num_layers - 1}, got {layer}")
+    expected = (num_blocks, num_layers, num_kv_heads, block_size)
+    if tuple(bias.shape) != expected or bias.dtype != torch.float32 or bias.stride(-1) != 1:
+        raise ValueError(
+            f"bias: expected float32 [B, L, H, N] = {list(expected)} with a contiguous last "
+            f"dimension, got {_describe(bias)}"
+        )
+    _check_blocks("slab", "[c]", slab, num_blocks)
+    room = slab.numel() * num_layers * num_kv_heads
+    if not 0 <= num_cells <= room:
+        raise ValueError(f"num_cells: expected 0 to c * L * H = {room}, got {num_cells}")
+    if not 0 <= first_cell <= num_cells:
+        raise ValueError(f"first_cell: expected 0 to num_cells = {num_cells}, got {first_cell}")
+    args = (
+        kv_cache,
+        bias,
+        layer,
+        source,
+        slab,
+        chunk_ids,
+        float(threshold),
+        first_cell,
+        num_cells,
+    )
+    if _use_kernel(impl):
+        return torch.ops.kvcompress.cluster_merge(*args)
+    return reference.cluster_merge(*args)
+
+
+def cluster_count(
+    kv_cache: torch.Tensor,
+    source: torch.Tensor,
+    chunk_ids: torch.Tensor,
+    threshold: float,
+    stride: int = 1,
+    impl: Impl = "cpu",
+) -> torch.Tensor:
+    """Count the clusters that `cluster_merge` would make of some chunks, in all layers.
+
+    Args:
+        stride: only chunks whose number is a multiple of it are looked at; at least 1.
+
+    The other arguments are those of `cluster_merge`.
+
+    Returns:
+        int32 ``[L, H]``; kept tokens are not counted.
+
+    Raises:
+        ValueError: an argument does not fit the description above.
+        kvcompress_kernels.build.CompilerNotFoundError: see `build.load`.
+    """
+    _check_pool(kv_cache, source, chunk_ids, threshold)
+    if stride < 1:
+        raise ValueError(f"stride: expected at least 1, got {stride}")
+    args = (kv_cache, source, chunk_ids, float(threshold), stride)
+    if _use_kernel(impl):
+        return torch.ops.kvcompress.cluster_count(*args)
+    return reference.cluster_count(*args)
+
+
+def _use_kernel(impl: str) -> bool:
+    if impl == "reference":
+        return False
+    if impl != "cpu":
+        raise ValueError(f"unknown impl {impl!r}; expected one of 'cpu', 'reference'")
+    if not hasattr(torch.ops.kvcompress, "cluster_merge"):
+        build.load()
+    return True
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+
+
+def _check_pool(
+    kv_cache: torch.Tensor,
+    source: torch.Tensor,
+    chunk_ids: torch.Tensor,
+    threshold: float,
+) -> None:
+    shape = tuple(kv_cache.shape)
+    if (
+        kv_cache.dim() != 5
+        or kv_cache.dtype not in _DTYPES
+        or shape[3] % 16
+        or shape[4] % 32
+        or not 0 < shape[4] <= 2 * _MAX_HEAD_SIZE
+        or kv_cache.stride(4) != 1
+        or kv_cache.stride(3) != shape[4]
+        or kv_cache.device.type != "cpu"
+    ):
+        raise ValueError(
+            "kv_cache: expected bfloat16, float16 or float32 [L, B, H, N, 2 * D] on the CPU with N "
+            f"and D multiples of 16, D at most {_MAX_HEAD_SIZE} and the last two dimensions "
+            f"contiguous, got {_describe(kv_cache)} on {kv_cache.device}"
+        )
+    _check_blocks("source", "[G / N]", source, shape[1])
+    num_tokens = source.numel() * shape[3]
+    if (
+        tuple(chunk_ids.shape) != (num_tokens,)
+        or chunk_ids.dtype != torch.int32
+        or not chunk_ids.is_contiguous()
+    ):
+        raise ValueError(
+            f"chunk_ids: expected contiguous int32 [G] = [{num_tokens}], got {_describe(chunk_ids)}"
+        )
+    runs = torch.unique_consecutive(chunk_ids)
+    numbers = runs[runs >= 0]
+    if not torch.equal(numbers, torch.arange(numbers.numel(), dtype=torch.int32)):
+        raise ValueError(
+            "chunk_ids: expected chunks of consecutive tokens numbered 0, 1, 2 ... in token order, "
+            f"got the numbers {numbers[:8].tolist()} ..."
+        )
+    if threshold != MERGE_ALL and not 0.0 <= threshold < 1.0:
+        raise ValueError(f"threshold: expected 0 up to but not 1, or {MERGE_ALL}, got {threshold}")
+
+
+def _check_blocks(name: str, symbol: str, blocks: torch.Tensor, num_blocks: int) -> None:
+    if blocks.dim() != 1 or blocks.dtype != torch.int32 or not blocks.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous int32 {symbol}, got {_describe(blocks)}")
+    if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
+        raise ValueError(
+            f"{name}: expected block ids from 0 to B - 1 = {num_blocks - 1}, got ids from "
+            f"{int(blocks.min())} to {int(blocks.max())}"
+        )

@@ -1,0 +1,65 @@
+"""Engines for the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _in_process() -> Iterator[None]:
+    """Keep the engine core in this process, where tests can see it."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    # tiny models: two OpenMP threads spend their time waiting for each other
+    torch.set_num_threads(1)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def _engines() -> Iterator[dict[str, Any]]:
+    """Engines of a module, by what they were made from; starting one takes seconds."""
+    engines: dict[str, Any] = {}
+    yield engines
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture
+def make_engine(_engines: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """Makes engines (see `harness.Engine`), or takes the module's one of the same settings.
+
+    An engine that a test leaves with work to do is not used again.
+    """
+    from harness import Engine
+
+    def make(model: Path, compression: Any = None, **settings: Any) -> Engine:
+        key = repr((model, compression, sorted(settings.items())))
+        if key not in _engines:
+            _engines[key] = Engine(model, compression, **settings)
+        return _engines[key]
+
+    yield make
+    for key, engine in list(_engines.items()):
+        if engine.engine.has_unfinished_requests():
+            _engines.pop(key).close()
+
+
+@pytest.fixture(scope="session")
+def token_ids(model_path: Path, texts: str) -> list[int]:
+    """The long text as tokens of the real model's tokenizer."""
+    from tokenizers import Tokenizer
+
+    return list(Tokenizer.from_file(str(model_path / "tokenizer.json")).encode(texts).ids)
+
+
+def pytest_configure() -> None:
+    # the engine starts no server and talks to nobody, but vLLM binds its distributed store
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")

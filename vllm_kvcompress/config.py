@@ -1,0 +1,194 @@
+"""The configuration of the plugin: one frozen model, and the per-request values on top of it.
+
+It reaches every process inside vLLM's ``additional_config`` under the key ``kv_compression``, as a
+method name or an object; the two command-line flags write there too. Unknown keys are errors that
+name the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_kvcompress.core import RequestOptions
+
+CONFIG_KEY = "kv_compression"
+"""Key in ``additional_config``, and prefix of the per-request keys in ``vllm_xargs``."""
+
+MethodName = Literal["none", "semanticache", "relocate"]
+
+
+class CompressionConfig(BaseModel):
+    """Settings of KV-cache compression. All counts are in tokens.
+
+    Which of them a method reads is said in the method's own docstring.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    method: MethodName = Field(description="compression method")
+    window: int = Field(
+        64, ge=0, le=1_000_000, description="recent prompt tokens that stay as they are"
+    )
+    min_prompt_tokens: int = Field(
+        512, ge=1, description="shorter prompts are left alone"
+    )
+    min_output_tokens: int = Field(
+        16, ge=1, description="requests that can generate fewer tokens than this are left alone"
+    )
+    threshold: float = Field(
+        0.75,
+        gt=0.0,
+        lt=1.0,
+        description="semanticache: cosine similarity of keys above which tokens of a chunk merge",
+    )
+    max_keep: float = Field(
+        0.6,
+        gt=0.02,
+        le=1.0,
+        description="semanticache: largest share of the compressed tokens that is kept; "
+        "the threshold is relaxed until it holds",
+    )
+    max_chunk: int = Field(
+        64, ge=2, le=128, description="semanticache: longest chunk; longer runs are cut"
+    )
+    num_sink_tokens: int = Field(
+        4, ge=0, le=1024, description="semanticache: first tokens, kept as they are"
+    )
+
+
+OPTION_KEYS: dict[str, tuple[type, ...]] = {
+    CONFIG_KEY: (str,),
+    f"{CONFIG_KEY}_keep": (int, float),
+    f"{CONFIG_KEY}_threshold": (int, float),
+}
+"""Per-request keys in ``vllm_xargs`` and their JSON types."""
+
+
+def method_names() -> tuple[str, ...]:
+    return get_args(MethodName)
+
+
+def _did_you_mean(name: object, allowed: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _quote(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def parse_config(raw: object) -> CompressionConfig:
+    """Read what stands under ``kv_compression`` in ``additional_config``.
+
+    Args:
+        raw: a method name, or a mapping with the key ``method`` and any field of
+            `CompressionConfig`.
+
+    Raises:
+        ValueError: one message with every field that is wrong, its value and what is allowed.
+    """
+    if isinstance(raw, CompressionConfig):
+        return raw
+    if isinstance(raw, str):
+        raw = {"method": raw}
+    if not isinstance(raw, Mapping):
+        raise ValueError(
+            f"{CONFIG_KEY} = {_shown(raw)}: expected a method name ({_quote(method_names())}) or an "
+            "object with the key 'method'"
+        )
+    fields = CompressionConfig.model_fields
+    try:
+        return CompressionConfig.model_validate(dict(raw))
+    except ValidationError as error:
+        reasons = []
+        for item in error.errors():
+            name = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "extra_forbidden":
+                reasons.append(
+                    f"{name} = {_shown(item['input'])}: unknown key; expected one of "
+                    f"{_quote(fields)}{_did_you_mean(name, fields)}"
+                )
+            elif item["type"] == "missing":
+                reasons.append(f"{name}: missing; {_allowed(name)}")
+            elif name == "method":
+                reasons.append(
+                    f"method = {_shown(item['input'])}: unknown method; {_allowed(name)}"
+                    f"{_did_you_mean(item['input'], method_names())}"
+                )
+            else:
+                reasons.append(f"{name} = {_shown(item['input'])}: {_allowed(name)}")
+        raise ValueError(f"invalid {CONFIG_KEY} configuration: " + "; ".join(reasons)) from None
+
+
+def _allowed(name: str) -> str:
+    """What a field accepts, in words, read from the model."""
+    if name == "method":
+        return f"expected one of {_quote(method_names())}"
+    field = CompressionConfig.model_fields[name]
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    bounds = [
+        f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}"
+        for item in field.metadata
+        for key, word in words.items()
+        if (bound := getattr(item, key, None)) is not None
+    ]
+    kind = {int: "an integer", float: "a number"}[field.annotation]  # type: ignore[index]
+    return f"expected {kind} {' and '.join(bounds)}".rstrip()
+
+
+def request_options(
+    extra_args: Mapping[str, Any] | None, config: CompressionConfig
+) -> RequestOptions:
+    """The server's configuration with the request's ``vllm_xargs`` on top.
+
+    Args:
+        extra_args: ``SamplingParams.extra_args``; keys that do not start with
+            ``kv_compression`` belong to others and are ignored.
+        config: the server's configuration.
+
+    Raises:
+        ValueError: one message with every key that is wrong, its value and what is allowed.
+    """
+    own = {k: v for k, v in (extra_args or {}).items() if str(k).startswith(CONFIG_KEY)}
+    reasons: list[str] = []
+    for key, value in own.items():
+        if key not in OPTION_KEYS:
+            reasons.append(
+                f"{_shown(key)}: unknown key; expected one of {_quote(OPTION_KEYS)}"
+                f"{_did_you_mean(key, OPTION_KEYS)}"
+            )
+        elif key == CONFIG_KEY:
+            if value not in ("none", config.method):
+                allowed = dict.fromkeys(("none", config.method))
+                reasons.append(
+                    f"{key} = {_shown(value)}: expected one of {_quote(allowed)} (the server runs "
+                    f"'{config.method}'){_did_you_mean(value, allowed)}"
+                )
+        else:
+            name = {"keep": "max_keep"}.get(key.removeprefix(f"{CONFIG_KEY}_"), "threshold")
+            wrong = isinstance(value, bool) or not isinstance(value, OPTION_KEYS[key])
+            if wrong or not _within(name, value):
+                reasons.append(f"{key} = {_shown(value)}: {_allowed(name)}")
+    if reasons:
+        raise ValueError("invalid vllm_xargs: " + "; ".join(reasons))
+    method = own.get(CONFIG_KEY, config.method)
+    keep = own.get(f"{CONFIG_KEY}_keep", config.max_keep)
+    threshold = own.get(f"{CONFIG_KEY}_threshold", config.threshold)
+    return RequestOptions(method=str(method), keep=float(keep), threshold=float(threshold))
+
+
+def _within(name: str, value: float) -> bool:
+    try:
+        CompressionConfig.model_validate({"method": "none", name: float(value)})
+    except (ValidationError, OverflowError):
+        return False
+    return True

@@ -1,0 +1,159 @@
+"""CPU attention with compressed rows.
+
+A batch without compressed rows takes vLLM's own path, untouched. In a batch with some, vLLM's
+kernel still computes every other row; ours then writes the rows that have a segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from kvcompress_kernels.segment_attention.api import segment_attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_kvcompress.engine.spec import compressed_spec
+from vllm_kvcompress.engine.state import LayerState
+
+
+class CompressionCPUBackend(CPUAttentionBackend):
+    """Takes the place of ``CPU_ATTN`` while compression is on, under the same name."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CompressionCPUImpl]:
+        return CompressionCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CompressionCPUMetadataBuilder]:
+        return CompressionCPUMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return compressed_spec(super().customize_spec(spec))
+
+
+@dataclass
+class CompressionCPUMetadata(CPUAttentionMetadata):
+    """Metadata of a batch with compressed rows.
+
+    The inherited fields describe the batch for vLLM's kernel, in which a compressed row is as
+    long as its queries only, since its result is overwritten.
+
+    Args:
+        compressed_rows: int32 ``[K]``, rows that our kernel computes.
+        true_seq_lens: int32 ``[num_reqs]``.
+        has_other_rows: whether vLLM's kernel has anything to do.
+    """
+
+    compressed_rows: torch.Tensor | None = None
+    true_seq_lens: torch.Tensor | None = None
+    has_other_rows: bool = True
+
+
+class CompressionCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Finds the compressed rows of each batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.isa == "amx":
+            # the tiled AMX cells are not the layout that segments are written in
+            self.isa = "vec"
+            self._set_isa_to_layers(self.layer_names)
+        if self.isa not in ("vec", "vec16"):
+            raise ValueError(
+                f"--kv-compression on CPU supports x86-64 only; vLLM uses the '{self.isa}' "
+                "attention kernels here. Start without --kv-compression."
+            )
+        context = self.vllm_config.compilation_config.static_forward_context
+        self._impl = context[self.layer_names[0]].impl
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        compression: LayerState | None = self._impl.compression
+        rows = _compressed_rows(compression, common_attn_metadata)
+        if len(rows) == 0:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        starts = common_attn_metadata.query_start_loc
+        seq_lens = common_attn_metadata.seq_lens
+        host_seq_lens = seq_lens.clone()
+        host_seq_lens[rows] = (starts[1:] - starts[:-1])[rows].to(seq_lens.dtype)
+        metadata = super().build(
+            common_prefix_len, common_attn_metadata.replace(seq_lens=host_seq_lens), fast_build
+        )
+        return CompressionCPUMetadata(
+            **{f.name: getattr(metadata, f.name) for f in fields(CPUAttentionMetadata)},
+            compressed_rows=torch.from_numpy(rows.astype(np.int32)),
+            true_seq_lens=seq_lens,
+            has_other_rows=len(rows) < common_attn_metadata.num_reqs,
+        )
+
+
+def _compressed_rows(
+    compression: LayerState | None, common_attn_metadata: CommonAttentionMetadata
+) -> np.ndarray:
+    """Rows whose first block is a slab."""
+    num_reqs = common_attn_metadata.num_reqs
+    if compression is None or compression.state.num_requests == 0:
+        return np.empty(0, dtype=np.int64)
+    first_blocks = common_attn_metadata.block_table_tensor[:num_reqs, 0].numpy()
+    slots = compression.state.slot_of_block.numpy()[first_blocks]
+    return np.flatnonzero(slots)
+
+
+class CompressionCPUImpl(CPUAttentionBackendImpl):
+    """vLLM's CPU attention, and ours for compressed rows."""
+
+    compression: ClassVar[LayerState | None] = None
+    """Set on the instances of compressible layers once the KV cache exists."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        host = super().forward
+        rest = (layer, query, key, value, kv_cache, attn_metadata, output)
+        if not isinstance(attn_metadata, CompressionCPUMetadata):
+            return host(*rest, output_scale, output_block_scale)
+        if attn_metadata.has_other_rows:
+            host(*rest, output_scale, output_block_scale)
+        compression = self.compression
+        assert compression is not None
+        state = compression.state
+        segment_attention(
+            query=query,
+            output=output,
+            kv_cache=state.kv_cache,
+            bias=state.bias,
+            layer=compression.layer,
+            block_table=attn_metadata.block_table,
+            seq_lens=attn_metadata.true_seq_lens,
+            query_start_loc=attn_metadata.query_start_loc,
+            rows=attn_metadata.compressed_rows,
+            slot_of_block=state.slot_of_block,
+            gap_end=state.gap_end,
+            first_cell=state.first_cell,
+            num_entries=state.num_entries,
+            scale=self.scale,
+        )
+        return output

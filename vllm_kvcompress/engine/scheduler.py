@@ -1,0 +1,353 @@
+"""Scheduler side: decides which request is compressed when, and moves the blocks.
+
+`CompressionScheduler` and `CompressionAsyncScheduler` add to vLLM's schedulers only what happens
+before and after their own methods; the decisions are in `Planner`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from kvcompress_kernels.formats import SlabGeometry
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_kvcompress.config import CONFIG_KEY, CompressionConfig, parse_config, request_options
+from vllm_kvcompress.core import IncompressibleError, RequestOptions, Signal, TokenLayout
+from vllm_kvcompress.engine.manager import CompressedManager
+from vllm_kvcompress.engine.metrics import CompressionMetrics
+from vllm_kvcompress.engine.protocol import ATTRIBUTE, CompressionStep, Plan, Report
+from vllm_kvcompress.methods.base import Method
+from vllm_kvcompress.methods.registry import create_method
+
+logger = init_logger("vllm.kvcompress.scheduler")
+
+_RETRY_STEPS = 8
+"""Steps between two attempts at a request that could not be compressed for want of blocks."""
+
+
+@dataclass
+class _Candidate:
+    """A request that may be compressed and is not yet.
+
+    Args:
+        options: its options.
+        retry_step: scheduler step before which nothing is tried.
+        reason: why the last attempt came to nothing; None before the first.
+        layout: of the first ``num_tokens`` tokens, kept between attempts.
+    """
+
+    options: RequestOptions
+    retry_step: int = 0
+    reason: str | None = None
+    layout: TokenLayout | None = None
+    num_tokens: int = 0
+
+
+class Planner:
+    """Chooses requests, takes slabs, and settles the worker's reports.
+
+    Args:
+        config: the server's configuration.
+        method: of that configuration.
+        manager: block manager of the compressible KV-cache group.
+        geometry: of slabs.
+        metrics: counters.
+        requests: looks up a live request by id.
+    """
+
+    def __init__(
+        self,
+        config: CompressionConfig,
+        method: Method,
+        manager: CompressedManager,
+        geometry: SlabGeometry,
+        metrics: CompressionMetrics,
+        requests: Callable[[str], Request],
+    ) -> None:
+        self._config = config
+        self._method = method
+        self._manager = manager
+        self._pool: BlockPool = manager.block_pool
+        self._geometry = geometry
+        self._metrics = metrics
+        self._requests = requests
+        self._candidates: dict[str, _Candidate] = {}
+        self._compressed: dict[str, RequestOptions] = {}
+        self._held: dict[int, tuple[Plan, list[KVCacheBlock]]] = {}
+        self._sequence = itertools.count(1)
+        self._step = 0
+
+    def add(self, request: Request) -> None:
+        """A request has arrived: note it as a candidate, or count why it is none."""
+        if request.request_id in self._candidates or request.request_id in self._compressed:
+            return  # next input of a streaming session
+        try:
+            params = request.sampling_params
+            options = request_options(params and params.extra_args, self._config)
+        except ValueError as error:
+            # the front end refuses these; what comes past it is not worth an engine
+            logger.warning("request %s left uncompressed: %s", request.request_id, error)
+            self._bypass("invalid_options")
+            return
+        if reason := self._refuse(request, options):
+            self._bypass(reason)
+        else:
+            self._candidates[request.request_id] = _Candidate(options)
+
+    def _refuse(self, request: Request, options: RequestOptions) -> str | None:
+        """Why this request can never be compressed, from what is known on arrival."""
+        if options.method == "none":
+            return "method_none" if self._config.method == "none" else "opted_out"
+        if request.sampling_params is None:
+            return "pooling"
+        if request.resumable:
+            return "streaming_input"
+        if request.mm_features:
+            return "multimodal"
+        if request.prompt_token_ids is None:
+            return "prompt_embeds"
+        if request.num_prompt_tokens < self._config.min_prompt_tokens:
+            return "short_prompt"
+        if request.max_tokens < self._config.min_output_tokens:
+            return "short_output"
+        return None
+
+    def plan(self, output: SchedulerOutput) -> CompressionStep:
+        """Called right after vLLM has scheduled a step: the orders that ride on it."""
+        self._step += 1
+        release = tuple(self._manager.take_released())
+        for request_id in release:
+            # preempted: it is prefilled again, and compressed again; finished: dropped below
+            options = self._compressed.pop(request_id, None)
+            if options is not None:
+                self._candidates[request_id] = _Candidate(options, reason="compressed_before")
+        for request_id in output.finished_req_ids:
+            candidate = self._candidates.pop(request_id, None)
+            if candidate is not None and candidate.reason != "compressed_before":
+                self._bypass(candidate.reason or "finished_early")
+
+        observe, plans = [], []
+        wants_queries = Signal.QUERY_WINDOW in self._method.needs
+        for request_id in list(self._candidates):
+            num_scheduled = output.num_scheduled_tokens.get(request_id)
+            if num_scheduled is None:
+                continue
+            request = self._requests(request_id)
+            if request.is_prefill_chunk:
+                continue
+            # num_computed_tokens already counts this step
+            num_computed = request.num_computed_tokens - num_scheduled
+            if num_scheduled > 1 or num_computed < request.num_prompt_tokens:
+                if wants_queries:
+                    observe.append(request_id)
+                continue
+            if plan := self._try(request, num_computed):
+                plans.append(plan)
+        self._metrics.slab_blocks.set(self._manager.num_slab_blocks)
+        return CompressionStep(tuple(observe), tuple(plans), release)
+
+    def _try(self, request: Request, num_computed: int) -> Plan | None:
+        """Plan one request whose first ``num_computed`` tokens are in the cache."""
+        candidate = self._candidates[request.request_id]
+        if self._step < candidate.retry_step:
+            return None
+        remaining = request.max_tokens - request.num_output_tokens
+        if remaining < self._config.min_output_tokens:
+            return self._drop(request, "short_output")
+        block_size = self._geometry.block_size
+        known = min(num_computed, request.num_tokens)
+        num_gap_blocks = (known - self._config.window) // block_size
+        gap_end = num_gap_blocks * block_size
+        if num_gap_blocks < 1:
+            return self._drop(request, "short_prompt")
+        options = candidate.options
+        try:
+            if candidate.num_tokens != gap_end:
+                token_ids = np.asarray(request.all_token_ids[:gap_end], dtype=np.int64)
+                candidate.layout = self._method.layout(token_ids)
+                candidate.num_tokens = gap_end
+            budget = self._method.budget(gap_end, candidate.layout, options.keep, self._geometry)
+        except IncompressibleError as error:
+            return self._drop(request, error.reason)
+        num_slab_blocks = budget.num_blocks
+        if self._method.reclaims:
+            exclusive = self._manager.num_exclusive_blocks(request.request_id, num_gap_blocks)
+            if exclusive <= num_slab_blocks:
+                return self._postpone(candidate, "shared_prefix")
+        if self._pool.get_num_free_blocks() < num_slab_blocks:
+            return self._postpone(candidate, "no_free_blocks")
+
+        sequence = next(self._sequence)
+        old, slab = self._manager.begin(
+            request.request_id, sequence, num_gap_blocks, num_slab_blocks
+        )
+        plan = Plan(
+            sequence=sequence,
+            request_id=request.request_id,
+            source=[block.block_id for block in old],
+            slab=[block.block_id for block in slab],
+            gap_end=gap_end,
+            options=options,
+            layout=candidate.layout,
+        )
+        self._held[sequence] = (plan, old)
+        del self._candidates[request.request_id]
+        self._compressed[request.request_id] = options
+        return plan
+
+    def _drop(self, request: Request, reason: str) -> None:
+        candidate = self._candidates.pop(request.request_id)
+        if candidate.reason != "compressed_before":
+            self._bypass(reason)
+
+    def _postpone(self, candidate: _Candidate, reason: str) -> None:
+        candidate.retry_step = self._step + _RETRY_STEPS
+        if candidate.reason != "compressed_before":
+            candidate.reason = reason
+
+    def _bypass(self, reason: str) -> None:
+        self._metrics.bypassed(reason)
+        logger.info_once("first request left uncompressed with reason '%s'", reason)
+
+    def settle(self, step: CompressionStep, reports: list[Report]) -> None:
+        """The step has run: give back what it made free, or put the old blocks back.
+
+        Raises:
+            RuntimeError: a plan was not answered, so the worker is not ours or lost it.
+        """
+        answers = {report.sequence: report for report in reports}
+        for plan in step.compress:
+            report = answers.get(plan.sequence)
+            if report is None:
+                raise RuntimeError(
+                    f"the worker did not answer compression plan {plan.sequence} of request "
+                    f"{plan.request_id}; is --worker-cls overridden?"
+                )
+            self._settle_one(report)
+
+    def _settle_one(self, report: Report) -> None:
+        plan, old = self._held.pop(report.sequence)
+        if report.error is not None:
+            self._metrics.failed(report.error)
+            logger.warning_once("a compression failed and was undone: %s", report.error)
+            self._compressed.pop(plan.request_id, None)
+            if not self._manager.rollback(plan.request_id, plan.sequence, old):
+                self._pool.free_blocks(reversed(old))
+            return
+        used = self._geometry.blocks(report.num_cells)
+        self._manager.commit(plan.request_id, plan.sequence, used)
+        exclusive = sum(block.ref_cnt == 1 for block in old)
+        self._pool.free_blocks(reversed(old))
+        kept = report.num_entries / report.num_segments
+        metrics = self._metrics
+        metrics.requests_compressed.inc()
+        metrics.blocks_freed.inc(max(exclusive - used, 0))
+        metrics.tokens_in.inc(plan.gap_end)
+        metrics.entries_kept.inc(kept)
+        metrics.seconds.observe(report.seconds)
+        metrics.slab_blocks.set(self._manager.num_slab_blocks)
+        logger.debug(
+            "compressed %s: %d tokens to %.0f entries, %d blocks to %d, %.1f ms %s",
+            plan.request_id,
+            plan.gap_end,
+            kept,
+            len(old),
+            used,
+            report.seconds * 1e3,
+            report.details,
+        )
+
+
+class _CompressionMixin(Scheduler):
+    """What both schedulers add."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.planner = _create_planner(self)
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        self.planner.add(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        setattr(output, ATTRIBUTE, self.planner.plan(output))
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        step: CompressionStep = getattr(scheduler_output, ATTRIBUTE)
+        self.planner.settle(step, getattr(model_runner_output, ATTRIBUTE, []))
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+
+class CompressionScheduler(_CompressionMixin, Scheduler):
+    """vLLM's scheduler with compression."""
+
+
+class CompressionAsyncScheduler(_CompressionMixin, AsyncScheduler):
+    """vLLM's asynchronous scheduler with compression."""
+
+
+def create_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    """What ``scheduler_cls`` names: the scheduler that fits the configuration."""
+    use_async = vllm_config.scheduler_config.async_scheduling
+    cls = CompressionAsyncScheduler if use_async else CompressionScheduler
+    return cls(vllm_config=vllm_config, **kwargs)
+
+
+def _create_planner(scheduler: Scheduler) -> Planner:
+    vllm_config = scheduler.vllm_config
+    config = parse_config(vllm_config.additional_config[CONFIG_KEY])
+    managers = [
+        manager
+        for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+        if isinstance(manager, CompressedManager)
+    ]
+    if len(managers) != 1:
+        raise ValueError(
+            f"--kv-compression needs exactly one KV-cache group of full-attention layers and this "
+            f"model has {len(managers)}. Start without --kv-compression."
+        )
+    (manager,) = managers
+    group = scheduler.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
+    geometry = SlabGeometry(
+        num_layers=len(group.layer_names),
+        num_kv_heads=manager.kv_cache_spec.num_kv_heads,
+        block_size=manager.block_size,
+    )
+    method = create_method(config)
+    if Signal.TOKEN_IDS in method.needs:
+        method.bind_tokenizer(cached_tokenizer_from_config(vllm_config.model_config))
+    logger.info(
+        "KV-cache compression is on: method '%s', %d layers x %d KV heads, blocks of %d tokens, "
+        "%s. Settings: %s",
+        config.method,
+        geometry.num_layers,
+        geometry.num_kv_heads,
+        geometry.block_size,
+        "async scheduling" if vllm_config.scheduler_config.async_scheduling else "sync scheduling",
+        config.model_dump(exclude={"method"}),
+    )
+    return Planner(
+        config=config,
+        method=method,
+        manager=manager,
+        geometry=geometry,
+        metrics=CompressionMetrics(vllm_config, vllm_config.parallel_config.data_parallel_index),
+        requests=scheduler.requests.__getitem__,
+    )

@@ -1,0 +1,1 @@
+"""Compression methods: torch only, one file each, looked up by name in `registry`."""
