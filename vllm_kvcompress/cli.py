@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvcompress.config import OPTION_KEYS, CompressionConfig, method_names
+from vllm_kvcompress.config import OPTION_KEYS, CompressionConfig, method_names, parse_config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,7 +21,7 @@ app = typer.Typer(
 
 @app.command()
 def doctor() -> None:
-    """Check versions, vLLM's extension points, the compiler and the kernels; exit 1 if one fails."""
+    """Check versions, vLLM's extension points, compiler and kernels; exit 1 if one fails."""
     from vllm_kvcompress.engine.doctor import examine
 
     console = Console()
@@ -79,7 +79,7 @@ def methods() -> None:
     console = Console()
     table = Table("method", "what it does", title="--kv-compression METHOD")
     for name in method_names():
-        method = create_method(CompressionConfig(method=name))
+        method = create_method(parse_config(name))
         table.add_row(name, (type(method).__doc__ or "").strip().splitlines()[0])
     console.print(table)
     table = Table("key", "default", "meaning", title="--kv-compression-config JSON")

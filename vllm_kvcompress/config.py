@@ -33,9 +33,7 @@ class CompressionConfig(BaseModel):
     window: int = Field(
         64, ge=0, le=1_000_000, description="recent prompt tokens that stay as they are"
     )
-    min_prompt_tokens: int = Field(
-        512, ge=1, description="shorter prompts are left alone"
-    )
+    min_prompt_tokens: int = Field(512, ge=1, description="shorter prompts are left alone")
     min_output_tokens: int = Field(
         16, ge=1, description="requests that can generate fewer tokens than this are left alone"
     )
@@ -102,8 +100,8 @@ def parse_config(raw: object) -> CompressionConfig:
         raw = {"method": raw}
     if not isinstance(raw, Mapping):
         raise ValueError(
-            f"{CONFIG_KEY} = {_shown(raw)}: expected a method name ({_quote(method_names())}) or an "
-            "object with the key 'method'"
+            f"{CONFIG_KEY} = {_shown(raw)}: expected a method name ({_quote(method_names())}) or "
+            "an object with the key 'method'"
         )
     fields = CompressionConfig.model_fields
     try:

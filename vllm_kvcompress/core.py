@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
 from kvcompress_kernels.formats import SlabGeometry
 
 KEPT = -1

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvcompress_kernels.formats import SlabGeometry
 from transformers import AttentionInterface, DynamicCache
 
+from kvcompress_kernels.formats import SlabGeometry
 from vllm_kvcompress.core import LayerView, PromptView, RequestOptions, Segment
 from vllm_kvcompress.methods.base import Method
 

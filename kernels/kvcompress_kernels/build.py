@@ -16,12 +16,12 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
+import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -105,11 +105,9 @@ def compile_flags(capability: str) -> list[str]:
     return [
         "-O3",
         "-std=c++20",
-        "-fPIC",
         "-fopenmp",
         "-fno-math-errno",
         "-fvisibility=hidden",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-DCPU_CAPABILITY={capability}",
         f"-DCPU_CAPABILITY_{capability}",
         *march,
@@ -184,32 +182,33 @@ def load(capability: str | None = None) -> None:
             _loaded = capability
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if result.returncode:
-        raise RuntimeError(
-            "compiling the CPU kernels of vllm-kvcompress failed (exit code "
-            f"{result.returncode}):\n{shlex.join(command)}\n{result.stdout}{result.stderr}"
-        )
-
-
 def _compile(library: Path, compiler: list[str], flags: list[str]) -> None:
-    """Compile each source in parallel and link; ``library`` appears whole or not at all."""
-    torch_root = Path(torch.__file__).parent
-    include = [f"-I{_PACKAGE}", "-isystem", str(torch_root / "include")]
+    """Compile and link with torch's own tool; ``library`` appears whole or not at all.
+
+    torch loads what it has built. The file is renamed afterwards and stays the same file, so that
+    loading it under its new name does not load it twice.
+    """
+    # imported here: it is needed for a build only, and brings setuptools along
+    from torch.utils import cpp_extension
+
     start = time.monotonic()
     logger.info("compiling the CPU kernels of vllm-kvcompress into %s", library.parent)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        objects = {path: f"{scratch}/{path.parent.name}.o" for path in sources()}
-        with ThreadPoolExecutor(max_workers=len(objects)) as pool:
-            steps = [
-                pool.submit(_run, [*compiler, *flags, *include, "-c", str(path), "-o", target])
-                for path, target in objects.items()
-            ]
-            for step in steps:
-                step.result()
-        built = f"{scratch}/{_LIBRARY}"
-        libraries = [f"-L{torch_root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-        _run([*compiler, "-shared", "-fopenmp", *objects.values(), *libraries, "-o", built])
+        # object files are named after their sources, and all of ours are called cpu.cpp
+        copies = [shutil.copy(path, f"{scratch}/{path.parent.name}.cpp") for path in sources()]
+        # ninja is installed beside the interpreter, which need not be on PATH
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        with mock.patch.dict(os.environ, {"CXX": compiler[0], "PATH": path}):
+            cpp_extension.load(
+                name=library.stem,
+                sources=copies,
+                extra_cflags=[*compiler[1:], *flags],
+                extra_ldflags=["-fopenmp"],
+                extra_include_paths=[str(_PACKAGE)],
+                build_directory=scratch,
+                is_python_module=False,
+            )
+        # a second build in one process gets a version number in its name
+        (built,) = Path(scratch).glob("*.so")
         os.replace(built, library)
     logger.info("compiled in %.0f s", time.monotonic() - start)

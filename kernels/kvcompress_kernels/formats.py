@@ -1,9 +1,9 @@
 """Byte layouts of the paged KV pool and of the slab, in one place.
 
-The pool of one KV-cache group is a 5-D view ``kv_cache[L, B, H, N, 2 * D]`` over vLLM's buffer:
-``L`` layers, ``B`` blocks, ``H`` KV heads, ``N`` slots in a block (the block size), ``D`` head size.
-The strides of ``L``, ``B`` and ``H`` are whatever vLLM negotiated and are always taken from
-``stride()``; the last two dimensions of one (layer, block, head) are contiguous. Those
+The pool of one KV-cache group is a 5-D view ``kv_cache[L, B, H, N, 2 * D]`` of vLLM's buffer:
+``L`` layers, ``B`` blocks, ``H`` KV heads, ``N`` slots in a block (the block size), ``D`` head
+size. The strides of ``L``, ``B`` and ``H`` are whatever vLLM negotiated and are always taken
+from ``stride()``; the last two dimensions of one (layer, block, head) are contiguous. Those
 ``N * 2 * D`` elements are a *cell*:
 
     CPU cell (vLLM's ``vec`` layout)      | K transposed: [D, N] | V: [N, D] |
@@ -70,7 +70,7 @@ def bias_bytes_per_block(num_layers: int, num_kv_heads: int, block_size: int) ->
 
 def cell_keys(cells: torch.Tensor) -> torch.Tensor:
     """Keys of CPU cells as a view: ``[..., N, 2 * D] -> [..., D, N]`` (K is stored transposed)."""
-    *lead, slots, width = cells.shape
+    slots, width = cells.shape[-2:]
     head_size = width // 2
     flat = cells.flatten(-2)
     return flat[..., : head_size * slots].unflatten(-1, (head_size, slots))
@@ -78,7 +78,7 @@ def cell_keys(cells: torch.Tensor) -> torch.Tensor:
 
 def cell_values(cells: torch.Tensor) -> torch.Tensor:
     """Values of CPU cells as a view: ``[..., N, 2 * D] -> [..., N, D]``."""
-    *lead, slots, width = cells.shape
+    slots, width = cells.shape[-2:]
     head_size = width // 2
     flat = cells.flatten(-2)
     return flat[..., head_size * slots :].unflatten(-1, (slots, head_size))

@@ -20,6 +20,7 @@ What is measured:
 from __future__ import annotations
 
 import json
+import math
 import platform
 import random
 import string
@@ -38,6 +39,7 @@ import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
 
 from kvcompress_serving import SAMPLE_TEXT
 from kvcompress_serving.server import Server, cpu_environment, serve, terminate_as_interrupt
@@ -50,16 +52,13 @@ _SMALL_POOL_PROMPTS = 3.4
 console = Console()
 
 
-def _slices(server: Server, num_prompts: int, num_tokens: int) -> list[str]:
-    """Slices of about ``num_tokens`` tokens of the sample text, at different starts."""
-    text = SAMPLE_TEXT.read_text(encoding="utf-8")
-    probe = httpx.post(
-        f"{server.url}/tokenize", json={"model": server.model, "prompt": text[:20_000]}, timeout=60
-    )
-    num_chars = round(num_tokens * 20_000 / probe.raise_for_status().json()["count"])
-    step = (len(text) - num_chars) // max(num_prompts - 1, 1)
-    starts = [text.index(" ", index * step) + 1 for index in range(num_prompts)]
-    return [text[start : start + num_chars] for start in starts]
+def _slices(model: Path, num_prompts: int, num_tokens: int) -> list[str]:
+    """Slices of ``num_tokens`` tokens of the sample text, at different starts."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = tokenizer.encode(SAMPLE_TEXT.read_text(encoding="utf-8")).ids
+    step = (len(ids) - num_tokens) // max(num_prompts - 1, 1)
+    starts = (index * step for index in range(num_prompts))
+    return [tokenizer.decode(ids[start : start + num_tokens]) for start in starts]
 
 
 def _undelimited(num_chars: int) -> str:
@@ -151,7 +150,7 @@ def _measure(
     """Everything that needs the large pool, on one server."""
     log = folder / f"{name}.log"
     with serve(model, *flags, log=log, environment=_environment(name)) as server:
-        prompts = _slices(server, _NUM_REQUESTS, prompt_tokens)
+        prompts = _slices(model, _NUM_REQUESTS, prompt_tokens)
         _prefill_seconds(server, "A short warm-up.", 8)
         result: dict[str, Any] = {}
         for text, prompt in (
@@ -164,9 +163,7 @@ def _measure(
             seconds = _prefill_seconds(server, prompt, 32)
             after = server.metrics()
             result[f"prefill_seconds_{text}"] = seconds
-            result[f"prompt_tokens_{text}"] = _difference(
-                after, before, "vllm:prompt_tokens_total"
-            )
+            result[f"prompt_tokens_{text}"] = _difference(after, before, "vllm:prompt_tokens_total")
             result[f"compress_seconds_{text}"] = _difference(
                 after, before, f"{_PREFIX}compression_seconds_sum"
             )
@@ -175,8 +172,7 @@ def _measure(
             )
         cold = _drive(server, model, prompts, folder)
         before = server.metrics()
-        with _watch(server, f"{_PREFIX}slab_blocks") as slab_blocks:
-            decode = _drive(server, model, prompts, folder)
+        decode = _drive(server, model, prompts, folder)
         after = server.metrics()
         for key, run in (("cold", cold), ("decode", decode)):
             result[f"{key}_median_tpot_ms"] = run["median_tpot_ms"]
@@ -193,7 +189,6 @@ def _measure(
             "blocks_freed_total",
         ):
             result[metric] = _difference(after, before, _PREFIX + metric)
-        result["max_slab_blocks"] = max(slab_blocks, default=0.0)
     return result
 
 
@@ -203,7 +198,7 @@ def _small_pool(
     """Eight requests at once in a pool for about three uncompressed prompts."""
     log = folder / f"{name}-small.log"
     with serve(model, *flags, log=log, environment=_environment(name)) as server:
-        prompts = _slices(server, _NUM_REQUESTS, prompt_tokens)
+        prompts = _slices(model, _NUM_REQUESTS, prompt_tokens)
         before = server.metrics()
         with _watch(server, "vllm:num_requests_running") as running:
             run = _drive(server, model, prompts, folder)
@@ -226,22 +221,23 @@ def _bytes_per_token(model: Path) -> int:
 
 
 def _summary(stock: dict[str, Any], ours: dict[str, Any], block_size: int) -> dict[str, Any]:
-    compressed = ours["requests_compressed_total"]
-    entries = ours["entries_kept_total"] / max(compressed, 1)
-    raw = (ours["prompt_tokens_total"] - ours["prompt_tokens_in_total"]) / max(compressed, 1)
-    # what the slab holds, the raw window, and half of the output, which is its mean over a run
-    slab = ours["max_slab_blocks"] / max(compressed, 1)
+    compressed = max(ours["requests_compressed_total"], 1)
+    tokens = ours["prompt_tokens_in_total"] / compressed
+    entries = ours["entries_kept_total"] / compressed
+    raw = ours["prompt_tokens_total"] / compressed - tokens
+    slab = (tokens / block_size) - ours["blocks_freed_total"] / compressed
     return {
         "ratio_vs_vllm": stock["decode_median_tpot_ms"] / ours["decode_median_tpot_ms"],
         "ratio_itl": stock["decode_median_itl_ms"] / ours["decode_median_itl_ms"],
         "ratio_cold_tpot": stock["cold_median_tpot_ms"] / ours["cold_median_tpot_ms"],
         "ratio_cold_itl": stock["cold_median_itl_ms"] / ours["cold_median_itl_ms"],
         "ratio_ttft": stock["prefill_seconds_prose"] / ours["prefill_seconds_prose"],
-        "kept_share": entries / (ours["prompt_tokens_in_total"] / max(compressed, 1)),
+        "kept_share": entries / tokens,
         "entries_kept_per_request": entries,
         "raw_window_per_request": raw,
         "slab_blocks_per_request": slab,
-        "blocks_vs_entries": (slab + raw / block_size) / ((entries + raw) / block_size),
+        "stock_blocks_per_request": (tokens + raw) / block_size,
+        "blocks_vs_entries": (slab + math.ceil(raw / block_size)) * block_size / (entries + raw),
         "compress_share_prose": ours["compress_seconds_prose"] / ours["prefill_seconds_prose"],
         "compress_share_undelimited": ours["compress_seconds_undelimited"]
         / ours["prefill_seconds_undelimited"],

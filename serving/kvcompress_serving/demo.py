@@ -7,6 +7,7 @@ for it, under another cache salt, so that both prefill the document.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import sys
@@ -97,7 +98,7 @@ def _ask(server: Server, prompt: str, max_tokens: int, salt: str, **xargs: objec
             full = server.metrics()["vllm:kv_cache_usage_perc"]
         if len(times) == max_tokens // 2:
             after = server.metrics()["vllm:kv_cache_usage_perc"]
-    steps = [b - a for a, b in zip(times[1:], times[2:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(times[1:])]
     later = server.metrics()
     return Answer(
         text="".join(pieces),

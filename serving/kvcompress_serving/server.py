@@ -150,10 +150,8 @@ def _stop(process: subprocess.Popen) -> None:
     """End the server and all that it started (one process group)."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_TERM_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
     deadline = time.monotonic() + _TERM_SECONDS
     while _group_alive(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -174,7 +172,7 @@ def _group_alive(group: int) -> bool:
 def terminate_as_interrupt() -> Iterator[None]:
     """Turn SIGTERM into KeyboardInterrupt, so that ``with serve(...)`` is left in both cases."""
 
-    def interrupt(signum: int, frame: object) -> None:
+    def interrupt(_signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
     earlier = signal.signal(signal.SIGTERM, interrupt)

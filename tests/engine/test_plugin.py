@@ -32,7 +32,9 @@ print(json.dumps({
 def _probe(model, additional_config):
     done = subprocess.run(
         [sys.executable, "-c", PROBE, str(model), json.dumps(additional_config)],
-        capture_output=True, text=True, check=True,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -40,7 +42,9 @@ def _probe(model, additional_config):
 def test_installed_is_not_active(tiny_model):
     found = _probe(tiny_model(), {})
     assert found["modules"] == [
-        "vllm_kvcompress", "vllm_kvcompress.engine", "vllm_kvcompress.engine.plugin",
+        "vllm_kvcompress",
+        "vllm_kvcompress.engine",
+        "vllm_kvcompress.engine.plugin",
     ]
     assert found["scheduler"] == "None"
     assert found["worker"] == "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -80,10 +84,17 @@ def parse():
         ["--kv-compression-config", '{"threshold": 0.7}', "--kv-compression", "semanticache"],
         ["--kv_compression", "semanticache", "--kv_compression_config", '{"threshold": 0.7}'],
         ["--additional-config", '{"kv_compression": {"method": "semanticache", "threshold": 0.7}}'],
-        ["--additional-config.kv_compression.method", "semanticache",
-         "--additional-config.kv_compression.threshold", "0.7"],
-        ["--kv-compression=semanticache", "--additional-config",
-         '{"kv_compression": {"method": "none", "threshold": 0.7}}'],
+        [
+            "--additional-config.kv_compression.method",
+            "semanticache",
+            "--additional-config.kv_compression.threshold",
+            "0.7",
+        ],
+        [
+            "--kv-compression=semanticache",
+            "--additional-config",
+            '{"kv_compression": {"method": "none", "threshold": 0.7}}',
+        ],
         ["--kv-compression=semanticache", "--kv-compression-config.threshold", "0.7"],
     ],
 )
@@ -93,10 +104,12 @@ def test_every_way_to_say_it(parse, arguments):
 
 def test_flags_keep_what_else_is_configured(parse):
     assert parse("--kv-compression=none", "--additional-config", '{"other": 1}') == {
-        "other": 1, "kv_compression": {"method": "none"},
+        "other": 1,
+        "kv_compression": {"method": "none"},
     }
     assert parse("--additional-config", '{"other": 1}', "--kv-compression=none") == {
-        "other": 1, "kv_compression": {"method": "none"},
+        "other": 1,
+        "kv_compression": {"method": "none"},
     }
     assert not parse()  # the parser's default is not written to
 
@@ -121,7 +134,9 @@ def test_config_flag_that_is_no_object(parse, value, capsys):
 def test_help_shows_the_flags(tiny_model):
     done = subprocess.run(
         [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--help=kv-compression"],
-        capture_output=True, text=True, check=True,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "--kv-compression METHOD" in done.stdout
     assert "--kv-compression-config JSON" in done.stdout
@@ -132,8 +147,10 @@ def _create(model, compression, **settings):
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(
-        model=str(model), max_model_len=256,
-        additional_config={"kv_compression": compression}, **settings,
+        model=str(model),
+        max_model_len=256,
+        additional_config={"kv_compression": compression},
+        **settings,
     ).create_engine_config()
 
 
@@ -161,8 +178,14 @@ def test_wrong_configuration_stops_the_start(tiny_model, compression, word):
         ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype fp8", "use auto"]),
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size"]),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                    "prompt_lookup_max": 3}, "block_size": 24},
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 3,
+                },
+                "block_size": 24,
+            },
             ["speculative decoding", "--block-size 24"],
         ),
     ],
@@ -190,5 +213,5 @@ def test_a_different_vllm_is_refused_with_what_differs(tiny_model, monkeypatch):
     from vllm.v1.core.block_pool import BlockPool
 
     monkeypatch.delattr(BlockPool, "get_num_free_blocks")
-    with pytest.raises(ValueError, match="BlockPool: attributes .* are gone"):
+    with pytest.raises(ValueError, match=r"BlockPool: attributes .* are gone"):
         _create(tiny_model(), "semanticache")

@@ -46,7 +46,11 @@ def test_chunked_prefill(make_engine, tiny_model, prompts, chunk):
 
 def test_preemption(make_engine, tiny_model, prompts):
     # 40 blocks: about three prompts, and their output grows past the end of the pool
-    settings = {"num_gpu_blocks_override": 40, "enable_prefix_caching": False, "max_model_len": 1024}
+    settings = {
+        "num_gpu_blocks_override": 40,
+        "enable_prefix_caching": False,
+        "max_model_len": 1024,
+    }
     ours = make_engine(tiny_model(), RELOCATE, **settings)
     stock = make_engine(tiny_model(), **settings)
     names = [ours.add(prompt, max_tokens=150) for prompt in prompts]
@@ -55,9 +59,7 @@ def test_preemption(make_engine, tiny_model, prompts):
         for output in ours.step():
             if output.finished:
                 final[output.request_id] = list(output.outputs[0].token_ids)
-        preempted = max(
-            preempted, sum(r.num_preemptions for r in ours.scheduler.requests.values())
-        )
+        preempted = max(preempted, sum(r.num_preemptions for r in ours.scheduler.requests.values()))
         check_invariants(ours)
     ours.flush()
     assert preempted > 0, "the pool was not tight enough to test anything"

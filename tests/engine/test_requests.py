@@ -64,15 +64,21 @@ def test_every_kind_of_window(make_engine, tiny_model, token_ids, window):
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "dtype"),
     [
-        (4, 4, 64, "float32"), (6, 2, 80, "float32"), (8, 1, 96, "bfloat16"),
-        (4, 2, 128, "float16"), (2, 1, 256, "float32"), (7, 1, 64, "bfloat16"),
+        (4, 4, 64, "float32"),
+        (6, 2, 80, "float32"),
+        (8, 1, 96, "bfloat16"),
+        (4, 2, 128, "float16"),
+        (2, 1, 256, "float32"),
+        (7, 1, 64, "bfloat16"),
     ],
 )
 def test_head_shapes_and_types(
     make_engine, tiny_model, token_ids, num_heads, num_kv_heads, head_size, dtype
 ):
     model = tiny_model(
-        hidden_size=num_heads * 16, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        hidden_size=num_heads * 16,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
     )
     prompts = [token_ids[:200], token_ids[400:531]]

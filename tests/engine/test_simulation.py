@@ -49,7 +49,7 @@ class ForceTokens(AdapterLogitsProcessor):
     ids=["default", "relaxed-to-fit", "relocate"],
 )
 def test_same_entries_and_next_tokens(
-    make_engine, model_path, token_ids, config, start, num_tokens
+    make_engine, model_path, token_ids, record_property, config, start, num_tokens
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,7 +83,8 @@ def test_same_entries_and_next_tokens(
     divergence = torch.nn.functional.kl_div(
         ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
-    print(f"differing entries {int(difference.sum())} of {int(entries.sum())}, top-1 agreement "
-          f"{agreement:.4f}, mean KL {divergence.mean():.2e}")
+    record_property("differing entries", int(difference.sum()))
+    record_property("top-1 agreement", float(agreement))
+    record_property("mean KL", float(divergence.mean()))
     assert agreement >= 0.99
     assert divergence.mean() <= 1e-3

@@ -54,6 +54,11 @@ def install(path: Path, script: str, **values: object) -> Path:
     return path
 
 
+def compilations(log: Path) -> list[str]:
+    """Calls that compiled a source; torch asks the compiler for its version as well."""
+    return [call for call in log.read_text().splitlines() if " -c " in call]
+
+
 def leftovers(library: Path) -> list[str]:
     return sorted(path.name for path in library.parent.iterdir() if path.name != ".building")
 
@@ -83,16 +88,15 @@ def test_options_of_the_chosen_compiler(
     log = tmp_path / "calls"
     monkeypatch.setenv("CXX", f"{install(tmp_path / 'cxx', COMPILER, log=log)} -DCHOSEN")
     build.build()
-    calls = log.read_text().splitlines()
-    assert len(calls) == 2  # one source and the link
-    assert all(call.startswith("-DCHOSEN ") for call in calls)
+    (call,) = compilations(log)
+    assert " -DCHOSEN " in call
 
 
 def test_errors_of_the_compiler_are_shown(toy: Path) -> None:
     (toy / "one" / "cpu.cpp").write_text("int broken = no_such_name;\n")
     with pytest.raises(RuntimeError, match=r"no_such_name.*declared|undeclared") as error:
         build.build()
-    assert "one/cpu.cpp" in str(error.value)
+    assert "one.cpp" in str(error.value)
     assert leftovers(build.library_path(build.cpu_capability())) == []
 
 
@@ -142,9 +146,9 @@ def test_two_processes_build_once(toy: Path, tmp_path: Path) -> None:
     ]
     printed = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert printed[0] == printed[1]
-    assert Path(printed[0].strip()).exists()
-    assert len(log.read_text().splitlines()) == 2
+    assert printed[0].splitlines()[-1] == printed[1].splitlines()[-1]
+    assert Path(printed[0].splitlines()[-1]).exists()
+    assert len(compilations(log)) == 1
 
 
 def test_a_process_holds_one_build(monkeypatch: pytest.MonkeyPatch) -> None:

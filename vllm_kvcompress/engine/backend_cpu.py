@@ -6,12 +6,11 @@ kernel still computes every other row; ours then writes the rows that have a seg
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from kvcompress_kernels.segment_attention.api import segment_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -21,6 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvcompress_kernels.segment_attention.api import segment_attention
 from vllm_kvcompress.engine.spec import compressed_spec
 from vllm_kvcompress.engine.state import LayerState
 
@@ -54,9 +54,9 @@ class CompressionCPUMetadata(CPUAttentionMetadata):
         has_other_rows: whether vLLM's kernel has anything to do.
     """
 
-    compressed_rows: torch.Tensor | None = None
-    true_seq_lens: torch.Tensor | None = None
-    has_other_rows: bool = True
+    compressed_rows: torch.Tensor = field(kw_only=True)
+    true_seq_lens: torch.Tensor = field(kw_only=True)
+    has_other_rows: bool = field(kw_only=True)
 
 
 class CompressionCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -64,6 +64,7 @@ class CompressionCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.isa: str
         if self.isa == "amx":
             # the tiled AMX cells are not the layout that segments are written in
             self.isa = "vec"

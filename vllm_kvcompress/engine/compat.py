@@ -141,7 +141,10 @@ def _probes() -> Iterable[tuple[str, Callable[[], str | None]]]:
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
         return _attributes(
-            FullAttentionManager, "cache_blocks", "pop_blocks_for_free", "get_num_blocks_to_allocate"
+            FullAttentionManager,
+            "cache_blocks",
+            "pop_blocks_for_free",
+            "get_num_blocks_to_allocate",
         ) or _parameters(FullAttentionManager.pop_blocks_for_free, "request_id")
 
     def block_pool() -> str | None:
@@ -218,9 +221,7 @@ def _probes() -> Iterable[tuple[str, Callable[[], str | None]]]:
         return (
             _attributes(AttentionBackendEnum, "CPU_ATTN", "clear_override")
             or _attributes(selector, "_cached_get_attn_backend")
-        ) or _parameters(
-            register_backend, "backend", "class_path"
-        )
+        ) or _parameters(register_backend, "backend", "class_path")
 
     yield "vllm.engine.arg_utils.EngineArgs", engine_args
     yield "vllm.sampling_params.SamplingParams", sampling_params

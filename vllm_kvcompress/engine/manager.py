@@ -3,8 +3,8 @@
 The list of a running request keeps its length: block ``i`` still stands for tokens
 ``[i * block_size, (i + 1) * block_size)``. What a compression changes is who stands in front:
 
-    before   [ b0 b1 b2 b3 b4 b5 b6 b7 | b8 b9 ]     b: blocks of the request, maybe shared, hashed
-    after    [ s0 s1  0  0  0  0  0  0 | b8 b9 ]     s: slab, private and never hashed; 0: null block
+    before   [ b0 b1 b2 b3 b4 b5 b6 b7 | b8 b9 ]   b: blocks of the request, maybe shared, hashed
+    after    [ s0 s1  0  0  0  0  0  0 | b8 b9 ]   s: slab, private and never hashed; 0: null block
                |--------- gap --------|
 """
 

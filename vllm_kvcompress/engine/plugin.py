@@ -114,7 +114,7 @@ def _add_flags(parser: Any) -> None:
         help="Compress the KV cache of each request after its prefill with this method: "
         "'semanticache' (merge similar keys between punctuation marks), 'none' (plugin active, "
         "nothing compressed), 'relocate' (diagnosis: copy without compressing). "
-        "The same as --additional-config '{\"kv_compression\": {\"method\": METHOD}}'.",
+        'The same as --additional-config \'{"kv_compression": {"method": METHOD}}\'.',
     )
     group.add_argument(
         "--kv-compression-config",
@@ -128,6 +128,4 @@ def _add_flags(parser: Any) -> None:
     )
     for action in parser._actions:
         if "--additional-config" in action.option_strings:
-            action.__class__ = type(
-                "_StoreKeepingFlags", (_StoreKeepingFlags, type(action)), {}
-            )
+            action.__class__ = type("_StoreKeepingFlags", (_StoreKeepingFlags, type(action)), {})

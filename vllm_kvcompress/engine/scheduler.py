@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kvcompress_kernels.formats import SlabGeometry
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -24,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from kvcompress_kernels.formats import SlabGeometry
 from vllm_kvcompress.config import CONFIG_KEY, CompressionConfig, parse_config, request_options
 from vllm_kvcompress.core import IncompressibleError, RequestOptions, Signal, TokenLayout
 from vllm_kvcompress.engine.manager import CompressedManager
@@ -238,7 +238,18 @@ class Planner:
                 )
             self._settle_one(report)
 
+    def abandon(self) -> None:
+        """All requests are about to lose their blocks: hold none back for plans in flight.
+
+        Steps in flight still read these blocks, in order before any step that could write them.
+        """
+        for _, old in self._held.values():
+            self._pool.free_blocks(reversed(old))
+        self._held.clear()
+
     def _settle_one(self, report: Report) -> None:
+        if report.sequence not in self._held:
+            return  # abandoned
         plan, old = self._held.pop(report.sequence)
         if report.error is not None:
             self._metrics.failed(report.error)
@@ -286,6 +297,11 @@ class _CompressionMixin(Scheduler):
         output = super().schedule(*args, **kwargs)
         setattr(output, ATTRIBUTE, self.planner.plan(output))
         return output
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any) -> bool:
+        if reset_running_requests:
+            self.planner.abandon()
+        return super().reset_prefix_cache(reset_running_requests, *args)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -112,7 +112,7 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        yield "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)"
+        yield "context parallelism (--decode- and --prefill-context-parallel-size)"
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism (--pipeline-parallel-size)"
     if parallel.enable_dbo:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TypeVar
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.engine.manager import CompressedManager
-
-SpecT = TypeVar("SpecT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +15,7 @@ class CompressedFullAttentionSpec(FullAttentionSpec):
     """A full-attention cache whose requests may be compressed; pages as in the stock spec."""
 
 
-def compressed_spec(spec: SpecT) -> SpecT | CompressedFullAttentionSpec:
+def compressed_spec(spec: AttentionSpec) -> AttentionSpec:
     """The compressible form of a plain full-attention spec; any other spec unchanged.
 
     Layers with a sliding window or chunked attention keep the stock spec, and with it the stock

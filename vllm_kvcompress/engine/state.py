@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from kvcompress_kernels import formats
 from kvcompress_kernels.formats import SlabGeometry
-
 from vllm_kvcompress.core import SlabUsage
 
 

@@ -131,7 +131,9 @@ def run(model: Path, method: str) -> dict[str, Any]:
     if not all(0 <= value <= 1 for value in (*usage, *stock_usage)):
         failures.append("usage left [0, 1]")
     if ANSWER in texts["stock"] and ANSWER not in texts["packed"]:
-        failures.append(f"the needle was lost: stock {texts['stock']!r}, packed {texts['packed']!r}")
+        failures.append(
+            f"the needle was lost: stock {texts['stock']!r}, packed {texts['packed']!r}"
+        )
     if untouched.outputs[0].token_ids != untouched_stock.outputs[0].token_ids:
         failures.append("a request that is not compressed differs from stock")
     return {

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from kvcompress_kernels import build, formats
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
@@ -22,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from kvcompress_kernels import build, formats
 from vllm_kvcompress.config import CONFIG_KEY, parse_config
 from vllm_kvcompress.core import PagedPrompt, SlabOverflowError, SlabUsage
 from vllm_kvcompress.engine.protocol import ATTRIBUTE, CompressionStep, Plan, Report
@@ -85,9 +85,7 @@ class CompressionRunner:
         if not is_profiling:
             self._compressor = Compressor(self)
 
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
-    ) -> Any:
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         step: CompressionStep | None = getattr(scheduler_output, ATTRIBUTE, None)
         if step is not None and self._compressor is not None:
             self._compressor.run(step)
@@ -146,6 +144,7 @@ class Compressor:
         assert table.block_size == state.geometry.block_size, "kernel blocks differ from blocks"
         index = {name: i for i, name in enumerate(owners)}
         for name in names:
+            _check_layer(name, layers[name].impl)
             target = runner.shared_kv_cache_layers.get(name, name)
             layers[name].impl.compression = LayerState(index[target], state)
         return state
@@ -212,6 +211,26 @@ class Compressor:
             table = runner.input_batch.block_table[self._group].block_table.np
             table[index, : len(block_ids)] = block_ids
         runner.requests[request_id].block_ids[self._group][: len(block_ids)] = block_ids
+
+
+def _check_layer(name: str, impl: Any) -> None:
+    """Refuse what our kernel does not compute, whatever the model's configuration calls it.
+
+    Raises:
+        ValueError: the layer has something of the kind.
+    """
+    extras = {
+        "ALiBi slopes": impl.alibi_slopes is not None,
+        "attention sinks": impl.sinks is not None,
+        "a soft cap on logits": bool(impl.logits_soft_cap),
+        "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
+        f"head size {impl.head_size}": impl.head_size % 16 != 0 or impl.head_size > 256,
+    }
+    if found := [extra for extra, present in extras.items() if present]:
+        raise ValueError(
+            f"--kv-compression does not support layer {name}, which has {' and '.join(found)}. "
+            "Start without --kv-compression."
+        )
 
 
 def _agree(usage: SlabUsage | None) -> tuple[int, bool]:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+
 from kvcompress_kernels import formats
 from kvcompress_kernels.formats import SlabGeometry
-
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.core import (
     Budget,
@@ -62,7 +62,11 @@ class Method(ABC):
 
     @abstractmethod
     def budget(
-        self, num_tokens: int, layout: TokenLayout | None, keep: float | None, geometry: SlabGeometry
+        self,
+        num_tokens: int,
+        layout: TokenLayout | None,
+        keep: float | None,
+        geometry: SlabGeometry,
     ) -> Budget:
         """Room for ``num_tokens`` compressed tokens; a pure function, called by the scheduler
         before any key has been looked at.
@@ -72,7 +76,7 @@ class Method(ABC):
         """
 
     def fit(self, prompt: PromptView) -> Any:
-        """Settings with which all layers together fit ``prompt.num_cells``; passed to `compress`."""
+        """Settings with which all layers fit ``prompt.num_cells``; passed to `compress`."""
         return None
 
     @abstractmethod
@@ -109,7 +113,7 @@ class Method(ABC):
                 num_entries[index, head] = count
                 if cell + geometry.cells(count) > prompt.num_cells:
                     raise SlabOverflowError(
-                        f"{self.name}: layer {index} head {head} does not fit {prompt.num_cells} cells"
+                        f"{self.name}: layer {index} head {head} is past {prompt.num_cells} cells"
                     )
                 formats.write_segment(
                     prompt.kv_cache,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvcompress_kernels.formats import SlabGeometry
-
 from vllm_kvcompress.core import (
     Budget,
     IncompressibleError,
@@ -23,7 +22,11 @@ class NoCompression(Method):
     name = "none"
 
     def budget(
-        self, num_tokens: int, layout: TokenLayout | None, keep: float | None, geometry: SlabGeometry
+        self,
+        num_tokens: int,
+        layout: TokenLayout | None,
+        keep: float | None,
+        geometry: SlabGeometry,
     ) -> Budget:
         raise IncompressibleError("method_none", "method 'none' compresses nothing")
 

@@ -1,12 +1,12 @@
-"""Relocation: copies every token into the slab unchanged. For tests and diagnosis; saves nothing."""
+"""Relocation: copies every token into the slab unchanged. For diagnosis; saves nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from kvcompress_kernels.formats import SlabGeometry
 
+from kvcompress_kernels.formats import SlabGeometry
 from vllm_kvcompress.core import Budget, LayerView, PromptView, Segment, TokenLayout
 from vllm_kvcompress.methods.base import Method
 
@@ -22,7 +22,11 @@ class Relocate(Method):
     reclaims = False
 
     def budget(
-        self, num_tokens: int, layout: TokenLayout | None, keep: float | None, geometry: SlabGeometry
+        self,
+        num_tokens: int,
+        layout: TokenLayout | None,
+        keep: float | None,
+        geometry: SlabGeometry,
     ) -> Budget:
         return Budget(geometry.cells(num_tokens))
 
