@@ -16,6 +16,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # vLLM forbids setting the number of threads once an engine has run in a process, so the tests
+    # with engines in this process come last
+    items.sort(key=lambda item: "engine" in item.path.parent.name)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

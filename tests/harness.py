@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,9 @@ class Engine:
         self.scheduler = core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        compressed = [m for m in managers if isinstance(m, CompressedManager)]
+        self.manager = (compressed or managers)[0]
         self._counter = 0
 
     @property
@@ -101,10 +102,10 @@ class Engine:
         return str(found)
 
     def close(self) -> None:
+        """Shut down and let go; the caller collects garbage when it has closed all it wants to."""
         self.engine.engine_core.shutdown()
         for name in ("llm", "engine", "scheduler", "pool", "runner", "manager"):
             delattr(self, name)
-        gc.collect()
 
 
 def check_invariants(engine: Engine) -> None:

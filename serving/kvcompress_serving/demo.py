@@ -39,6 +39,8 @@ _QUESTION = (
     "plants vary?"
 )
 _BLOCK_SIZE = 32
+_SETTLED = 12
+"""Tokens after which pool usage is read: the compression is long done."""
 
 console = Console()
 
@@ -71,7 +73,7 @@ def _document(server: Server, num_tokens: int) -> str:
 
 
 def _ask(server: Server, prompt: str, max_tokens: int, salt: str, **xargs: object) -> Answer:
-    """Stream one chat answer; pool usage is read at the first token and halfway through."""
+    """Stream one chat answer; pool usage is read at the first token and some tokens later."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
     before = server.metrics()
     started = time.perf_counter()
@@ -82,7 +84,7 @@ def _ask(server: Server, prompt: str, max_tokens: int, salt: str, **xargs: objec
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"cache_salt": salt, "ignore_eos": True, "vllm_xargs": xargs},
+        extra_body={"cache_salt": salt, "vllm_xargs": xargs},
     )
     pieces: list[str] = []
     times: list[float] = []
@@ -96,7 +98,7 @@ def _ask(server: Server, prompt: str, max_tokens: int, salt: str, **xargs: objec
         pieces.append(event.choices[0].delta.content)
         if len(times) == 1:
             full = server.metrics()["vllm:kv_cache_usage_perc"]
-        if len(times) == max_tokens // 2:
+        if len(times) == _SETTLED:
             after = server.metrics()["vllm:kv_cache_usage_perc"]
     steps = [b - a for a, b in itertools.pairwise(times[1:])]
     later = server.metrics()
@@ -144,7 +146,7 @@ def _table(packed: Answer, plain: Answer, method: str) -> Table:
 
 def _run(model: Path, method: str, num_tokens: int, max_tokens: int, log: Path) -> None:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
 
         def stage(text: str) -> None:
             for task in progress.tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _in_process() -> Iterator[None]:
     """Keep the engine core in this process, where tests can see it."""
     patch = pytest.MonkeyPatch()
@@ -30,6 +31,8 @@ def _engines() -> Iterator[dict[str, Any]]:
     yield engines
     for engine in engines.values():
         engine.close()
+    engines.clear()
+    gc.collect()
 
 
 @pytest.fixture

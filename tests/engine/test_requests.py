@@ -202,6 +202,24 @@ def test_untouched_rows_beside_compressed_ones(make_engine, tiny_model, token_id
     assert len(final[packed].outputs[0].token_ids) == 60
 
 
+def test_batches_without_compressed_rows_are_bit_identical(make_engine, model_path, token_ids):
+    """Not only the tokens: every log-probability to the last bit, in the model's own bfloat16."""
+    prompts = [token_ids[:300], token_ids[900:1000], token_ids[2000:2700]]
+    settings = {"dtype": "bfloat16", "max_num_batched_tokens": 256}
+
+    def run(engine, **params):
+        names = [engine.add(prompt, logprobs=5, max_tokens=24, **params) for prompt in prompts]
+        final = engine.drain()
+        return [
+            [{t: p.logprob for t, p in step.items()} for step in final[name].outputs[0].logprobs]
+            for name in names
+        ]
+
+    ours = make_engine(model_path, CONFIG, **settings)
+    stock = make_engine(model_path, **settings)
+    assert run(ours, extra_args={"kv_compression": "none"}) == run(stock)
+
+
 def test_method_none_is_stock(make_engine, tiny_model, token_ids, changes):
     prompts = [token_ids[:300], token_ids[500:900]]
     engine = make_engine(tiny_model(), "none")

@@ -145,5 +145,10 @@ def expose(vllm_config: VllmConfig) -> None:
         prometheus_client.REGISTRY.register(_collector)
     folder = _folder(vllm_config)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.parent.stat().st_uid != os.getuid():
+        raise ValueError(
+            f"--kv-compression keeps its metrics in {folder.parent}, which is another user's; "
+            "remove it or set TMPDIR"
+        )
     _collector.folders.append(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -141,9 +141,8 @@ class Planner:
 
         observe, plans = [], []
         wants_queries = Signal.QUERY_WINDOW in self._method.needs
-        for request_id in list(self._candidates):
-            num_scheduled = output.num_scheduled_tokens.get(request_id)
-            if num_scheduled is None:
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            if request_id not in self._candidates:
                 continue
             request = self._requests(request_id)
             if request.is_prefill_chunk:

@@ -42,9 +42,7 @@ def create_engine_config(
             together with compression; the message holds all reasons.
     """
     config = parse_config(args.additional_config[CONFIG_KEY])
-    reasons = [f"this vLLM differs from the tested ones: {p}" for p in compat.problems()]
-    reasons += _unsupported_arguments(args)
-    _refuse(reasons)
+    _refuse(list(_unsupported_arguments(args)))
     args.scheduler_cls = SCHEDULER
     args.worker_cls = CPU_WORKER
     if args.block_size is None:
@@ -72,6 +70,9 @@ def _unsupported_arguments(args: EngineArgs) -> Iterator[str]:
             f"platform '{current_platform.device_type}' is not supported yet; supported: the CPU "
             "build of vLLM"
         )
+        return  # the rest is about that build
+    for problem in compat.problems():
+        yield f"this vLLM differs from the tested ones: {problem}"
     if args.scheduler_cls not in (None, SCHEDULER):
         yield f"--scheduler-cls {args.scheduler_cls}: compression brings its own scheduler"
     if args.worker_cls not in ("auto", CPU_WORKER):

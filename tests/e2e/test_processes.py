@@ -1,0 +1,89 @@
+"""Several processes: tensor parallel ranks, and several API servers in front of one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from openai import OpenAI
+
+from kvcompress_serving.server import serve
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+OFFLINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+import prometheus_client
+
+if __name__ == "__main__":
+    model, method, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    config = {"method": method, "min_prompt_tokens": 64, "threshold": 0.6}
+    extra = {} if method == "stock" else {"additional_config": {"kv_compression": config}}
+    llm = LLM(
+        model, dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=4,
+        block_size=32, kv_cache_memory_bytes=1 << 28, tensor_parallel_size=2,
+        disable_log_stats=False, **extra,
+    )
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+    counts = {
+        s.name: s.value for f in prometheus_client.REGISTRY.collect() for s in f.samples
+        if f.name.startswith("vllm_kvcompress:")
+    }
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    print("RESULT " + json.dumps({"tokens": tokens, "counts": counts}), flush=True)
+"""
+
+
+def run_offline(model, method, prompts, tmp_path):
+    script = tmp_path / "offline.py"
+    script.write_text(OFFLINE)
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), method, json.dumps(prompts)],
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def test_tensor_parallel_ranks_agree(tiny_model, model_path, texts, tmp_path):
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(model_path / "tokenizer.json")).encode(texts[:9000]).ids
+    prompts = [ids[:310], ids[600:1000]]
+    stock = run_offline(tiny_model(), "stock", prompts, tmp_path)
+    moved = run_offline(tiny_model(), "relocate", prompts, tmp_path)
+    assert moved["tokens"] == stock["tokens"]
+    packed = run_offline(tiny_model(), "semanticache", prompts, tmp_path)
+    assert packed["counts"]["vllm_kvcompress:requests_compressed_total"] == 2
+    assert packed["counts"]["vllm_kvcompress:blocks_freed_total"] > 0
+
+
+def test_metrics_with_two_api_servers(model_path, texts, tmp_path):
+    flags = (
+        "--kv-compression=semanticache",
+        "--enforce-eager",
+        "--max-model-len",
+        "4096",
+        "--kv-cache-memory-bytes",
+        str(200 << 20),
+        "--api-server-count",
+        "2",
+    )
+    with serve(model_path, *flags, log=tmp_path / "log") as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        for _ in range(4):
+            client.completions.create(
+                model=server.model, prompt=texts[:5000], max_tokens=20, temperature=0
+            )
+        metrics = server.metrics()
+        assert metrics["vllm_kvcompress:requests_compressed_total"] == 4
+        assert metrics["vllm_kvcompress:blocks_freed_total"] > 0
