@@ -53,8 +53,7 @@ class Answer:
     prompt_tokens: int
     ttft_seconds: float
     tpot_seconds: float
-    usage_full: float
-    usage_after: float
+    pool_usage: float
     metrics: dict[str, float]
 
 
@@ -73,7 +72,7 @@ def _document(server: Server, num_tokens: int) -> str:
 
 
 def _ask(server: Server, prompt: str, max_tokens: int, salt: str, **xargs: object) -> Answer:
-    """Stream one chat answer; pool usage is read at the first token and some tokens later."""
+    """Stream one chat answer; pool usage is read when the first tokens have come."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
     before = server.metrics()
     started = time.perf_counter()
@@ -88,7 +87,7 @@ def _ask(server: Server, prompt: str, max_tokens: int, salt: str, **xargs: objec
     )
     pieces: list[str] = []
     times: list[float] = []
-    full, after, prompt_tokens = 0.0, 0.0, 0
+    pool_usage, prompt_tokens = 0.0, 0
     for event in stream:
         if event.usage is not None:
             prompt_tokens = event.usage.prompt_tokens
@@ -96,10 +95,8 @@ def _ask(server: Server, prompt: str, max_tokens: int, salt: str, **xargs: objec
             continue
         times.append(time.perf_counter())
         pieces.append(event.choices[0].delta.content)
-        if len(times) == 1:
-            full = server.metrics()["vllm:kv_cache_usage_perc"]
         if len(times) == _SETTLED:
-            after = server.metrics()["vllm:kv_cache_usage_perc"]
+            pool_usage = server.metrics()["vllm:kv_cache_usage_perc"]
     steps = [b - a for a, b in itertools.pairwise(times[1:])]
     later = server.metrics()
     return Answer(
@@ -107,8 +104,7 @@ def _ask(server: Server, prompt: str, max_tokens: int, salt: str, **xargs: objec
         prompt_tokens=prompt_tokens,
         ttft_seconds=times[0] - started,
         tpot_seconds=statistics.median(steps),
-        usage_full=full,
-        usage_after=after,
+        pool_usage=pool_usage,
         metrics={name: value - before.get(name, 0.0) for name, value in later.items()},
     )
 
@@ -125,8 +121,7 @@ def _table(packed: Answer, plain: Answer, method: str) -> Table:
         ("entries kept", f"{entries:.0f} + {raw:.0f} raw", f"{plain.prompt_tokens}"),
         ("blocks after prefill", f"{blocks}", f"{blocks}"),
         ("blocks while answering", f"{blocks - freed:.0f}", f"{blocks}"),
-        ("pool usage after prefill", f"{packed.usage_full:.1%}", f"{plain.usage_full:.1%}"),
-        ("pool usage while answering", f"{packed.usage_after:.1%}", f"{plain.usage_after:.1%}"),
+        ("pool usage while answering", f"{packed.pool_usage:.1%}", f"{plain.pool_usage:.1%}"),
         ("time to first token", f"{packed.ttft_seconds:.2f} s", f"{plain.ttft_seconds:.2f} s"),
         (
             "time per output token",
