@@ -8,10 +8,12 @@ name the nearest valid one.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from vllm_kvcompress.core import RequestOptions
 
@@ -66,12 +68,18 @@ OPTION_KEYS: dict[str, tuple[type, ...]] = {
 """Per-request keys in ``vllm_xargs`` and their JSON types."""
 
 
+_MAX_REASONS = 5
+"""Most reasons that one error message gives; whoever sends thousands of wrong keys gets no more."""
+
+
 def method_names() -> tuple[str, ...]:
     return get_args(MethodName)
 
 
 def _did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
+    if not isinstance(name, str) or len(name) > 80:
+        return ""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
@@ -80,8 +88,18 @@ def _quote(names: Iterable[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # too many digits, nested too deeply
+        return f"({type(value).__name__} that is too large to show)"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _all_of(reasons: Iterable[str], num_reasons: int) -> str:
+    """The reasons as one text of bounded length; they are made only as far as they are shown."""
+    shown = "; ".join(itertools.islice(reasons, _MAX_REASONS))
+    more = num_reasons - _MAX_REASONS
+    return f"{shown}; and {more} more" if more > 0 else shown
 
 
 def parse_config(raw: object) -> CompressionConfig:
@@ -103,28 +121,36 @@ def parse_config(raw: object) -> CompressionConfig:
             f"{CONFIG_KEY} = {_shown(raw)}: expected a method name ({_quote(method_names())}) or "
             "an object with the key 'method'"
         )
-    fields = CompressionConfig.model_fields
     try:
         return CompressionConfig.model_validate(dict(raw))
     except ValidationError as error:
-        reasons = []
-        for item in error.errors():
-            name = ".".join(str(part) for part in item["loc"])
-            if item["type"] == "extra_forbidden":
-                reasons.append(
-                    f"{name} = {_shown(item['input'])}: unknown key; expected one of "
-                    f"{_quote(fields)}{_did_you_mean(name, fields)}"
-                )
-            elif item["type"] == "missing":
-                reasons.append(f"{name}: missing; {_allowed(name)}")
-            elif name == "method":
-                reasons.append(
-                    f"method = {_shown(item['input'])}: unknown method; {_allowed(name)}"
-                    f"{_did_you_mean(item['input'], method_names())}"
-                )
-            else:
-                reasons.append(f"{name} = {_shown(item['input'])}: {_allowed(name)}")
-        raise ValueError(f"invalid {CONFIG_KEY} configuration: " + "; ".join(reasons)) from None
+        items = error.errors(include_url=False)
+        raise ValueError(
+            f"invalid {CONFIG_KEY} configuration: {_all_of(map(_reason, items), len(items))}"
+        ) from None
+
+
+def _reason(item: ErrorDetails) -> str:
+    """What is wrong with one field, its value and what is allowed."""
+    shown = _shown(item["input"])
+    fields = CompressionConfig.model_fields
+    if not item["loc"]:  # the key itself cannot be read, half of a surrogate pair for instance
+        return f"{shown}: unknown key; expected one of {_quote(fields)}"
+    name = str(item["loc"][0])
+    if item["type"] == "missing":
+        return f"{name}: missing; {_allowed(name)}"
+    if name not in fields:
+        label = name if name.isidentifier() and len(name) <= 80 else _shown(item["loc"][0])
+        return (
+            f"{label} = {shown}: unknown key; expected one of {_quote(fields)}"
+            f"{_did_you_mean(name, fields)}"
+        )
+    if name == "method":
+        return (
+            f"method = {shown}: unknown method; {_allowed(name)}"
+            f"{_did_you_mean(item['input'], method_names())}"
+        )
+    return f"{name} = {shown}: {_allowed(name)}"
 
 
 def _allowed(name: str) -> str:
@@ -157,34 +183,46 @@ def request_options(
         ValueError: one message with every key that is wrong, its value and what is allowed.
     """
     own = {k: v for k, v in (extra_args or {}).items() if str(k).startswith(CONFIG_KEY)}
-    reasons: list[str] = []
-    for key, value in own.items():
-        if key not in OPTION_KEYS:
-            reasons.append(
-                f"{_shown(key)}: unknown key; expected one of {_quote(OPTION_KEYS)}"
-                f"{_did_you_mean(key, OPTION_KEYS)}"
-            )
-        elif key == CONFIG_KEY:
-            if value not in ("none", config.method):
-                allowed = dict.fromkeys(("none", config.method))
-                reasons.append(
-                    f"{key} = {_shown(value)}: expected one of {_quote(allowed)} (the server runs "
-                    f"'{config.method}'){_did_you_mean(value, allowed)}"
-                )
-        else:
-            name = {"keep": "max_keep"}.get(key.removeprefix(f"{CONFIG_KEY}_"), "threshold")
-            wrong = isinstance(value, bool) or not isinstance(value, OPTION_KEYS[key])
-            if wrong or not _within(name, value):
-                reasons.append(f"{key} = {_shown(value)}: {_allowed(name)}")
-    if reasons:
-        raise ValueError("invalid vllm_xargs: " + "; ".join(reasons))
+    wrong = [(key, value) for key, value in own.items() if not _accepted(key, value, config)]
+    if wrong:
+        reasons = (_option_reason(key, value, config) for key, value in wrong)
+        raise ValueError(f"invalid vllm_xargs: {_all_of(reasons, len(wrong))}")
     method = own.get(CONFIG_KEY, config.method)
     keep = own.get(f"{CONFIG_KEY}_keep", config.max_keep)
     threshold = own.get(f"{CONFIG_KEY}_threshold", config.threshold)
     return RequestOptions(method=str(method), keep=float(keep), threshold=float(threshold))
 
 
-def _within(name: str, value: float) -> bool:
+def _field(key: str) -> str:
+    """The setting that a per-request number takes the place of."""
+    return {"keep": "max_keep"}.get(key.removeprefix(f"{CONFIG_KEY}_"), "threshold")
+
+
+def _accepted(key: str, value: Any, config: CompressionConfig) -> bool:
+    if key == CONFIG_KEY:
+        return value in ("none", config.method)
+    if key not in OPTION_KEYS or isinstance(value, bool):
+        return False
+    return isinstance(value, OPTION_KEYS[key]) and _within(_field(key), value)
+
+
+def _option_reason(key: str, value: Any, config: CompressionConfig) -> str:
+    """What is wrong with one per-request value, and what is allowed."""
+    if key not in OPTION_KEYS:
+        return (
+            f"{_shown(key)}: unknown key; expected one of {_quote(OPTION_KEYS)}"
+            f"{_did_you_mean(key, OPTION_KEYS)}"
+        )
+    if key != CONFIG_KEY:
+        return f"{key} = {_shown(value)}: {_allowed(_field(key))}"
+    allowed = dict.fromkeys(("none", config.method))
+    return (
+        f"{key} = {_shown(value)}: expected one of {_quote(allowed)} (the server runs "
+        f"'{config.method}'){_did_you_mean(value, allowed)}"
+    )
+
+
+def _within(name: str, value: Any) -> bool:
     try:
         CompressionConfig.model_validate({"method": "none", name: float(value)})
     except (ValidationError, OverflowError):

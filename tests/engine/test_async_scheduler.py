@@ -1,27 +1,22 @@
 """The asynchronous scheduler: plans are settled one step after the next one was scheduled.
 
 vLLM's CPU worker runs synchronously, so the scheduler is real here and the worker is played: it
-answers steps in order, one step late, with invented tokens and honest or failing reports.
+answers steps in order, one step late.
 """
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import deque
-from types import SimpleNamespace
 
 import pytest
 from harness import check_invariants
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from player import Player, check_idle, new_scheduler, view
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
-from vllm_kvcompress.engine.protocol import ATTRIBUTE, Report
-from vllm_kvcompress.engine.scheduler import CompressionAsyncScheduler, create_scheduler
+from vllm_kvcompress.engine.protocol import ATTRIBUTE
+from vllm_kvcompress.engine.scheduler import CompressionAsyncScheduler
 
 CONFIG = {
     "method": "semanticache",
@@ -31,7 +26,6 @@ CONFIG = {
     "threshold": 0.6,
     "max_keep": 0.6,
 }
-BLOCK_SIZE = 32
 
 
 @pytest.fixture
@@ -45,125 +39,7 @@ def make_scheduler(make_engine, tiny_model):
         max_num_batched_tokens=128,
     )
 
-    def make(**changes):
-        vllm_config = copy.deepcopy(engine.scheduler.vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-        for name, value in changes.items():
-            setattr(vllm_config.cache_config, name, value)
-        return create_scheduler(
-            vllm_config,
-            kv_cache_config=engine.scheduler.kv_cache_config,
-            structured_output_manager=engine.scheduler.structured_output_manager,
-            block_size=BLOCK_SIZE,
-            log_stats=True,
-        )
-
-    return make
-
-
-def view(scheduler):
-    """What `check_invariants` looks at."""
-    manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-    return SimpleNamespace(
-        scheduler=scheduler,
-        pool=scheduler.kv_cache_manager.block_pool,
-        manager=manager,
-        compressed_manager=manager,
-        planner=scheduler.planner,
-    )
-
-
-class Player:
-    """Runs a scheduler with up to two steps in flight.
-
-    Args:
-        scheduler: the scheduler.
-        rng: decides how many cells a plan uses and which plans fail.
-        failure_rate: share of plans that the worker gives up.
-    """
-
-    def __init__(self, scheduler, rng, failure_rate=0.0):
-        self.scheduler, self.rng, self.failure_rate = scheduler, rng, failure_rate
-        self.in_flight = deque()
-        self.num_plans = self.num_requests = 0
-        self.outputs = {}
-        init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-
-    def add(self, prompt, max_tokens, **extra_args):
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args or None
-        )
-        params.update_from_generation_config({}, None)
-        name = f"q{self.num_requests}"
-        self.num_requests += 1
-        self.scheduler.add_request(
-            Request(name, list(prompt), params, None, block_hasher=self.hasher)
-        )
-        return name
-
-    def report(self, plan):
-        cells = len(plan.slab) * 4  # 2 layers x 2 KV heads
-        failed = self.rng.random() < self.failure_rate
-        return Report(
-            sequence=plan.sequence,
-            request_id=plan.request_id,
-            num_cells=0 if failed else self.rng.randrange(1, cells + 1),
-            num_entries=4,
-            num_segments=4,
-            seconds=0.001,
-            error="slab_overflow" if failed else None,
-        )
-
-    def step(self):
-        """Schedule one step and answer the oldest if two are in flight."""
-        output = self.scheduler.schedule()
-        plans = getattr(output, ATTRIBUTE).compress
-        self.num_plans += len(plans)
-        decoding = {
-            name
-            for name in output.num_scheduled_tokens
-            if not self.scheduler.requests[name].is_prefill_chunk
-        }
-        self.in_flight.append((output, decoding))
-        check_invariants(view(self.scheduler))
-        if len(self.in_flight) == 2 or not output.total_num_scheduled_tokens:
-            self.answer()
-
-    def answer(self):
-        output, decoding = self.in_flight.popleft()
-        names = list(output.num_scheduled_tokens)
-        answer = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[[7] if name in decoding else [] for name in names],
-        )
-        reports = [self.report(plan) for plan in getattr(output, ATTRIBUTE).compress]
-        setattr(answer, ATTRIBUTE, reports)
-        for item in self.scheduler.update_from_output(output, answer).values():
-            for result in item.outputs:
-                tokens = self.outputs.setdefault(result.request_id, [])
-                tokens.extend(result.new_token_ids)
-        check_invariants(view(self.scheduler))
-
-    def drain(self):
-        for _ in range(5000):
-            if not (self.scheduler.has_requests() or self.in_flight):
-                break
-            if self.scheduler.has_requests():
-                self.step()
-            else:
-                self.answer()
-        else:
-            pytest.fail("requests did not end: livelock")
-
-
-def check_idle(scheduler):
-    seen = view(scheduler)
-    check_invariants(seen)
-    assert seen.pool.get_num_free_blocks() == seen.pool.num_gpu_blocks - 1
-    assert not seen.manager.compressed
-    assert not seen.planner._held
+    return lambda **cache: new_scheduler(engine, **cache)
 
 
 def test_it_is_vllms_asynchronous_scheduler(make_scheduler):

@@ -124,17 +124,22 @@ def test_prefix_hits_stay_correct(make_engine, tiny_model, token_ids):
 def test_shared_prompts_wait_for_their_last_owner(make_engine, tiny_model, token_ids):
     """Nothing comes back from blocks that others hold, so nothing is taken for them."""
     engine = make_engine(tiny_model(), CONFIG)
-    prompt = token_ids[:321]
-    long = engine.add(prompt, max_tokens=120, min_tokens=120)
+    prompt = token_ids[4000:4321]
+    long = engine.add(prompt, max_tokens=120)
     engine.step()  # cached before the sharer is admitted
     short = engine.add(prompt, max_tokens=20, extra_args={"kv_compression": "none"})
+    shared, compressed_at = True, None
     while engine.engine.has_unfinished_requests():
-        engine.step()
+        finished = {output.request_id for output in engine.step() if output.finished}
         check_invariants(engine)
-        owners = set(engine.compressed_manager.compressed)
-        assert not owners or engine.live_id(long) in owners
+        if shared:
+            assert not engine.compressed_manager.compressed
+        elif engine.compressed_manager.compressed and compressed_at is None:
+            compressed_at = engine.scheduler.requests[engine.live_id(long)].num_output_tokens
+        shared = shared and short not in finished
+    assert compressed_at is not None
+    assert 20 <= compressed_at <= 40
     engine.flush()
-    assert short
     check_idle(engine)
 
 
@@ -143,9 +148,12 @@ def test_pool_full_at_planning_time(make_engine, tiny_model, token_ids):
     engine = make_engine(
         tiny_model(), CONFIG, num_gpu_blocks_override=20, enable_prefix_caching=False, **SHORT
     )
-    names = [engine.add(token_ids[:500], max_tokens=30)]
-    final = engine.drain()
-    assert len(final[names[0]].outputs[0].token_ids) == 30
+    bypassed = engine.planner._metrics._bypassed
+    counter = bypassed.labels(*engine.planner._metrics._labels, "no_free_blocks")
+    before = counter._value.get()
+    name = engine.add(token_ids[:500], max_tokens=30)
+    assert len(engine.drain()[name].outputs[0].token_ids) == 30
+    assert counter._value.get() == before + 1
     check_idle(engine)
 
 

@@ -19,18 +19,15 @@ def test_prefix_caching(make_engine, tiny_model, prompts):
     for _ in range(2):
         assert ours.generate(prompts) == stock.generate(prompts)
         check_idle(ours)
-    stats = ours.scheduler.kv_cache_manager.make_prefix_cache_stats()
-    assert stats is None or stats.hits >= 0
-    hit = ours.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-    assert len(hit) > 0
 
 
 def test_second_round_hits_the_cache(make_engine, tiny_model, prompts):
     ours = make_engine(tiny_model(), RELOCATE)
-    name = ours.add(prompts[-1])
-    ours.drain()
-    name = ours.add(prompts[-1])
-    final = ours.drain()[name]
+    prompt = prompts[-1][::-1]  # nobody else's prefix
+    first = ours.add(prompt)
+    assert ours.drain()[first].num_cached_tokens == 0
+    second = ours.add(prompt)
+    final = ours.drain()[second]
     assert final.num_cached_tokens >= LENGTHS[-1] // 32 * 32 - 32
 
 

@@ -149,8 +149,11 @@ def _probes() -> Iterable[tuple[str, Callable[[], str | None]]]:
 
     def block_pool() -> str | None:
         from vllm.v1.core.block_pool import BlockPool
+        from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-        return _attributes(BlockPool, "get_new_blocks", "free_blocks", "get_num_free_blocks")
+        return _attributes(
+            BlockPool, "get_new_blocks", "free_blocks", "get_num_free_blocks"
+        ) or _attributes(KVCacheBlock, "block_hash", "is_null")
 
     def scheduler() -> str | None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -170,11 +173,17 @@ def _probes() -> Iterable[tuple[str, Callable[[], str | None]]]:
         )
 
     def scheduler_output() -> str | None:
-        from vllm.v1.core.sched.output import SchedulerOutput
+        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
         if hasattr(SchedulerOutput, "__slots__"):
             return "it has slots now, so nothing can ride on it"
-        return _fields(SchedulerOutput, "num_scheduled_tokens", "finished_req_ids")
+        return _fields(
+            SchedulerOutput,
+            "num_scheduled_tokens",
+            "finished_req_ids",
+            "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+        ) or _fields(CachedRequestData, "resumed_req_ids")
 
     def runner_output() -> str | None:
         from vllm.v1.outputs import ModelRunnerOutput

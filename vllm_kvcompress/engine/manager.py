@@ -56,6 +56,12 @@ class CompressedManager(FullAttentionManager):
         blocks = self.req_to_blocks[request_id][:num_gap_blocks]
         return sum(block.ref_cnt == 1 for block in blocks)
 
+    def is_published(self, request_id: str, token: int) -> bool:
+        """Whether the block of this token is in the prefix cache: vLLM enters a block when the
+        step that fills it is scheduled, before it has run."""
+        block = self.req_to_blocks[request_id][token // self.block_size]
+        return block.block_hash is not None
+
     def begin(
         self, request_id: str, sequence: int, num_gap_blocks: int, num_slab_blocks: int
     ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:

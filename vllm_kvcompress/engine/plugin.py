@@ -67,12 +67,13 @@ class _SetConfig(argparse.Action):
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
+        shown = repr(values) if len(values) <= 80 else f"{values[:77]!r}..."
         try:
             fields = json.loads(values)
-        except json.JSONDecodeError as error:
-            raise argparse.ArgumentError(self, f"{values!r} is not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:  # not JSON, or too large to be read
+            raise argparse.ArgumentError(self, f"{shown} is not JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise argparse.ArgumentError(self, f"{values!r} is not a JSON object")
+            raise argparse.ArgumentError(self, f"{shown} is not a JSON object")
         _merge(namespace, fields)
 
 

@@ -141,6 +141,8 @@ class Planner:
 
         observe, plans = [], []
         wants_queries = Signal.QUERY_WINDOW in self._method.needs
+        joining = {new.req_id for new in output.scheduled_new_reqs}
+        joining |= output.scheduled_cached_reqs.resumed_req_ids
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             if request_id not in self._candidates:
                 continue
@@ -153,6 +155,10 @@ class Planner:
                 if wants_queries:
                     observe.append(request_id)
                 continue
+            if request_id in joining:
+                continue  # resumed on cached blocks: the worker gets its list with this very step
+            if self._manager.is_published(request_id, num_computed):
+                continue  # others may hit what this step computes, so it has to be exact
             if plan := self._try(request, num_computed):
                 plans.append(plan)
         self._metrics.slab_blocks.set(self._manager.num_slab_blocks)
