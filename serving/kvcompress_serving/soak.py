@@ -214,7 +214,8 @@ async def _soak(server: Server, method: str, seed: int, most: int, report: Repor
         report.problems.append("nothing was compressed")
     if failed := report.metrics.get(f"{_PREFIX}requests_failed_total"):
         report.problems.append(f"{failed:.0f} compressions failed")
-    if not report.metrics.get("vllm:num_preemptions_total"):
+    # a short load may happen to fit
+    if report.seconds >= 300 and not report.metrics.get("vllm:num_preemptions_total"):
         report.problems.append("the pool was not tight enough to preempt anything")
     settled = report.resident_mib[len(report.resident_mib) // 3 :]
     if settled and settled[-1] > min(settled[: len(settled) // 2 + 1]) * 1.1 + 64:
@@ -238,7 +239,7 @@ def run(model: Path, method: str, seconds: float, seed: int, most: int, log: Pat
         *("--kv-compression-config", '{"min_prompt_tokens": 128, "min_output_tokens": 4}'),
         *("--dtype", "float32", "--enforce-eager", "--seed", "0"),
         *("--max-model-len", "2304", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
-        *("--num-gpu-blocks-override", "150"),
+        *("--num-gpu-blocks-override", "100", "--kv-cache-memory-bytes", str(1 << 29)),
     )
     with serve(model, *flags, log=log) as server:
         asyncio.run(_soak(server, method, seed, most, report))

@@ -212,5 +212,5 @@ def test_life(make_engine, tiny_model, token_ids, asynchronous, prefix_caching):
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert counts["plans"] > 100
-    assert counts["preemptions"] > 100
+    assert counts["plans"] > 40
+    assert counts["preemptions"] > 40
