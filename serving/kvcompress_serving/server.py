@@ -160,6 +160,21 @@ def _stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def descendants(pid: int) -> set[int]:
+    """Process ids of all that a process has started, and what that has started."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            parents[int(folder.name)] = int(fields[1])
+    family, grown = {pid}, True
+    while grown:
+        more = {child for child, parent in parents.items() if parent in family} - family
+        grown = bool(more)
+        family |= more
+    return family - {pid}
+
+
 def _group_alive(group: int) -> bool:
     try:
         os.killpg(group, 0)

@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 
 from kvcompress_serving import SAMPLE_TEXT
-from kvcompress_serving.server import Server, serve, terminate_as_interrupt
+from kvcompress_serving.server import Server, descendants, serve, terminate_as_interrupt
 
 _PREFIX = "vllm_kvcompress:"
 _CONCURRENCY = 10
@@ -143,18 +143,8 @@ async def _load(
 
 def resident_mib(pid: int) -> float:
     """Memory that is the processes' own (resident less shared), of a process and its children."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-            parents[int(folder.name)] = int(fields[1])
-    family, grown = {pid}, True
-    while grown:
-        more = {child for child, parent in parents.items() if parent in family} - family
-        grown = bool(more)
-        family |= more
     pages = 0
-    for member in family:
+    for member in {pid, *descendants(pid)}:
         with contextlib.suppress(OSError):
             _, resident, shared = (Path(f"/proc/{member}/statm").read_text().split())[:3]
             pages += int(resident) - int(shared)

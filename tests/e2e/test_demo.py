@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcompress_serving.server import descendants
+
 pytestmark = pytest.mark.e2e
 
 
@@ -39,23 +41,6 @@ def processes_with(text: str) -> list[str]:
     return found
 
 
-def children_of(pid: int) -> set[int]:
-    """All descendants of a process."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        parents[int(folder.name)] = int(fields[1])
-    found, grown = {pid}, True
-    while grown:
-        more = {child for child, parent in parents.items() if parent in found} - found
-        grown = bool(more)
-        found |= more
-    return found - {pid}
-
-
 def alive(pids: set[int]) -> set[int]:
     living = set()
     for pid in pids:
@@ -77,7 +62,7 @@ def test_an_interrupted_demo_leaves_no_process(model_path, tmp_path, how):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    started = children_of(process.pid)
+    started = descendants(process.pid)
     assert started
     process.send_signal(how)
     output, _ = process.communicate(timeout=60)
