@@ -318,6 +318,95 @@ def test_a_bias_of_minus_infinity_removes_entries(dtype: torch.dtype) -> None:
     batch.check()
 
 
+def partial_softmax(batch: Batch) -> dict[str, torch.Tensor]:
+    """Outputs and log sums of keys that are not in the pool; some queries have seen none."""
+    shape = batch.query.shape
+    output = torch.randn(shape, generator=batch.generator)
+    log_sum = 3 + 2 * torch.randn(shape[:2], generator=batch.generator)
+    log_sum[::3, 1:] = -math.inf
+    output[log_sum == -math.inf] = math.nan
+    return {"partial_output": output, "partial_log_sum": log_sum}
+
+
+def merged(batch: Batch, partial: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What attention over the keys of the batch becomes behind a partial softmax, float64."""
+    output = batch.expected(torch.float64)
+    for number, row in enumerate(batch.rows):
+        tokens = batch.tokens(number)
+        for head, (keys, _, bias) in enumerate(batch.contents[number]):
+            age = torch.arange(len(keys) - 1, -1, -1) - (row.query_len - 1)
+            hidden = age[None, :] < -torch.arange(row.query_len)[:, None]
+            hidden[:, : len(keys) - row.tail] = False
+            for h in range(head * batch.ratio, (head + 1) * batch.ratio):
+                query = batch.query[tokens, h].double()
+                logits = query @ keys.double().T * batch.scale + bias.double()
+                own = logits.masked_fill(hidden, -math.inf).logsumexp(1)
+                first = partial["partial_log_sum"][tokens, h].double()
+                weight = (first - torch.logaddexp(first, own)).exp()[:, None]
+                value = partial["partial_output"][tokens, h].double().nan_to_num()
+                output[tokens, h] = weight * value + (1 - weight) * output[tokens, h]
+    return output
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_a_partial_softmax_goes_on(dtype: torch.dtype, ratio: int) -> None:
+    rows = [*MIXED, RowSpec((3000, 500), tail=20), RowSpec((70, 10), tail=50, query_len=40)]
+    batch = Batch(rows, dtype=dtype, ratio=ratio)
+    partial = partial_softmax(batch)
+    arguments = batch.arguments()
+    segment_attention(**arguments, **partial)
+    end = int(batch.query_start_loc[-1])
+    exact = merged(batch, partial)[:end]
+    own_error = max_error(batch.run()[:end], batch.expected(torch.float64)[:end])
+    unit = torch.finfo(dtype).eps * exact.abs().max().item()
+    assert max_error(arguments["output"][:end], exact) <= own_error + 2 * unit
+    assert (arguments["output"][end:] == UNTOUCHED).all()
+    arguments["output"] = arguments["output"].double()
+    reference.segment_attention(**arguments, **partial, compute_dtype=torch.float64)
+    assert max_error(arguments["output"][:end], exact) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_empty_partial_softmax_changes_no_bit(dtype: torch.dtype) -> None:
+    batch = Batch([*MIXED, RowSpec((0, 5), tail=1)], dtype=dtype, ratio=3)
+    partial = partial_softmax(batch)
+    partial["partial_log_sum"].fill_(-math.inf)
+    partial["partial_output"].fill_(math.nan)
+    arguments = batch.arguments()
+    segment_attention(**arguments, **partial)
+    assert torch.equal(arguments["output"], batch.run())
+
+
+def test_a_partial_softmax_alone() -> None:
+    batch = Batch([RowSpec((0, 0), tail=1)])
+    batch.gap_end += batch.block_size  # no key is visible
+    output = torch.randn(batch.query.shape, generator=batch.generator)
+    log_sum = torch.full(batch.query.shape[:2], -7.0)
+    arguments = batch.arguments()
+    segment_attention(**arguments, partial_output=output, partial_log_sum=log_sum)
+    assert torch.equal(arguments["output"][0], output[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("partial_output", lambda x: None, "both or neither"),
+        ("partial_log_sum", lambda x: None, "both or neither"),
+        ("partial_output", lambda x: x[1:], r"partial_output: expected float32 \[num_tokens, num"),
+        ("partial_output", lambda x: x.half(), "partial_output: expected float32"),
+        ("partial_log_sum", lambda x: x[:, 1:], r"partial_log_sum: expected float32 \[num_tokens"),
+        ("partial_log_sum", lambda x: x.double(), "partial_log_sum: expected float32"),
+    ],
+)
+def test_a_wrong_partial_softmax(name: str, change: Any, message: str) -> None:
+    batch = Batch(MIXED)
+    partial = partial_softmax(batch)
+    partial[name] = change(partial[name])
+    with pytest.raises(ValueError, match=message):
+        segment_attention(**batch.arguments(), **partial)
+
+
 def test_the_reference_is_right() -> None:
     batch = Batch(MIXED, ratio=3)
     exact = batch.expected(torch.float64)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from kvcompress_kernels import build
+from kvcompress_kernels import build, formats
 from kvcompress_kernels.segment_attention import reference
+
+if TYPE_CHECKING:
+    from kvcompress_kernels.segment_attention.triton import Workspace
 
 
 def segment_attention(
@@ -26,7 +30,11 @@ def segment_attention(
     num_entries: torch.Tensor,
     scale: float,
     *,
-    impl: Literal["cpu", "reference"] = "cpu",
+    partial_output: torch.Tensor | None = None,
+    partial_log_sum: torch.Tensor | None = None,
+    impl: Literal["cpu", "triton", "reference"] = "cpu",
+    max_query_len: int | None = None,
+    workspace: Workspace | None = None,
 ) -> None:
     """Attention of some rows of a batch over their segments and raw tails.
 
@@ -39,12 +47,20 @@ def segment_attention(
     Slots that hold neither an entry nor a token of the row may hold anything, NaN included. The
     result of a row depends on nothing but that row, to the bit.
 
+    With ``triton`` the cells are those of the GPU, the numbers in the tensors are not checked,
+    because reading them would stop the device, and a row's result also depends on the tiling, which
+    is chosen by ``max_query_len`` and by the number of splits of the workspace. All memory that the
+    launches read is in the arguments, and the launches depend on shapes and on ``max_query_len``
+    alone, so that they may be captured in a CUDA graph.
+
     Args:
         query: ``[num_tokens, num_heads, D]``, bfloat16, float16 or float32; ``D`` a multiple of 16
-            up to 256, contiguous.
+            up to 256, contiguous. With ``triton`` any strides of the first two dimensions, and at
+            most 16 heads for each KV head.
         output: as ``query``; written for the tokens of ``rows`` only.
         kv_cache: ``[L, B, H, N, 2 * D]``, dtype of ``query``; any strides of ``L``, ``B`` and
-            ``H``; ``N`` a multiple of 16 up to 512.
+            ``H``; ``N`` a multiple of 16 up to 512. With ``triton`` the view ``[2, L, B, H, N, D]``
+            that `formats.gpu_pool` makes, any strides but the last; ``reference`` takes both.
         bias: float32 ``[B, L, H, N]``.
         layer: index into ``L``.
         block_table: int32 ``[R, W]``, contiguous rows.
@@ -56,10 +72,21 @@ def segment_attention(
         first_cell: int32 ``[S, L, H]``, first cell of the segment within the row's blocks.
         num_entries: int32 ``[S, L, H]``.
         scale: factor of the logits.
-        impl: ``cpu`` (C++, compiled on first use) or ``reference`` (plain torch, for tests).
+        partial_output: float32 ``[num_tokens, num_heads, D]``, what `coded_attention` wrote for the
+            tokens of ``rows``: the softmax goes on from it. Not with ``triton``.
+        partial_log_sum: float32 ``[num_tokens, num_heads]``, likewise; both or neither. Where it is
+            -inf, ``partial_output`` may hold anything.
+        impl: ``cpu`` (C++, compiled on first use), ``triton`` (CUDA devices) or ``reference``
+            (plain torch, for tests).
+        max_query_len: only for ``triton``: at least the longest query of ``rows``, 1 for decode
+            rows; longer queries are cut off. None launches programs for ``num_tokens``.
+        workspace: only for ``triton``: memory with which the keys of a row are split among
+            programs (`triton.allocate_workspace`). Without it, and for more query tokens than it
+            holds, they are not split.
 
     Raises:
-        ValueError: a shape, dtype, stride or per-row number is not as above.
+        ValueError: a shape, dtype, stride or, but for ``triton``, a per-row number is not as above.
+        ModuleNotFoundError: Triton is asked for and not installed.
         CompilerNotFoundError: the C++ code is not compiled yet and there is no compiler.
     """
     arguments = (
@@ -80,8 +107,18 @@ def segment_attention(
     )
     if impl == "cpu":
         build.load()
-        torch.ops.kvcompress.segment_attention.default(*arguments)
+        torch.ops.kvcompress.segment_attention.default(*arguments, partial_output, partial_log_sum)
+    elif impl == "triton":
+        if partial_output is not None or partial_log_sum is not None:
+            raise ValueError("partial_output and partial_log_sum: not supported by impl='triton'")
+        # imported on demand: installations for the CPU have no Triton
+        from kvcompress_kernels.segment_attention import triton
+
+        triton.segment_attention(*arguments, max_query_len=max_query_len, workspace=workspace)
     elif impl == "reference":
-        reference.segment_attention(*arguments)
+        cells = formats.cpu_cells(kv_cache) if kv_cache.dim() == 6 else kv_cache
+        query, output, _, *others = arguments
+        compute: Callable[..., None] = reference.segment_attention
+        compute(query, output, cells, *others, partial_output, partial_log_sum)
     else:
-        raise ValueError(f"impl: expected 'cpu' or 'reference', got {impl!r}")
+        raise ValueError(f"impl: expected 'triton', 'cpu' or 'reference', got {impl!r}")

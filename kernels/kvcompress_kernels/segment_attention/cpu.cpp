@@ -16,10 +16,12 @@
 #include <atomic>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
 #include "csrc/cells.h"
+#include "csrc/checks.h"
 #include "csrc/simd.h"
 #include "segment_attention/tile.h"
 
@@ -78,12 +80,20 @@ inline int64_t partial_size(int num_lanes, int64_t head_size) {
   return (num_lanes * (head_size + 2) + 15) / 16 * 16;
 }
 
+// A partial softmax that rows begin with: outputs [num_tokens, num_heads, D] of keys whose
+// exponentials sum to exp(log_sum[num_tokens, num_heads]). Null if there is none.
+struct Initial {
+  const float* output = nullptr;
+  const float* log_sum = nullptr;
+  int64_t output_token = 0, output_head = 0, log_sum_token = 0, log_sum_head = 0;
+};
+
 template <typename T>
 class SegmentAttention {
  public:
   SegmentAttention(
       const at::Tensor& query, const at::Tensor& output, const at::Tensor& kv_cache,
-      const at::Tensor& bias, int64_t layer, float scale)
+      const at::Tensor& bias, int64_t layer, float scale, const Initial& initial)
       : query_(query.const_data_ptr<T>()),
         output_(output.mutable_data_ptr<T>()),
         query_token_(query.stride(0)),
@@ -95,6 +105,7 @@ class SegmentAttention {
         layer_(layer),
         ratio_(query.size(1) / kv_cache.size(2)),
         scale_(scale),
+        initial_(initial),
         tile_cells_(std::max<int64_t>(1, kTileSlots / cache_.block_size)) {}
 
   void run(const std::vector<Row>& rows) {
@@ -311,19 +322,32 @@ class SegmentAttention {
       for (int i = 0; i < group.num_items; ++i) {
         top = std::max(top, group.partial[i * stride + maxima + v]);
       }
+      const int64_t lane = group.first_lane + v;
+      const int64_t token = group.row->first_token + lane / ratio_;
+      const int64_t head = group.head * ratio_ + lane % ratio_;
+      float initial_weight = 0.0f;
+      if (initial_.output) {
+        const float log_sum =
+            initial_.log_sum[token * initial_.log_sum_token + head * initial_.log_sum_head];
+        top = std::max(top, log_sum);
+        initial_weight = simd::exp_nonpositive(log_sum - top);
+      }
+      const float* initial =
+          initial_.output + token * initial_.output_token + head * initial_.output_head;
       float weights[kMaxSplits];
-      float total = 0.0f;
+      float total = initial_weight;
       for (int i = 0; i < group.num_items; ++i) {
         weights[i] = simd::exp_nonpositive(group.partial[i * stride + maxima + v] - top);
         total += weights[i] * group.partial[i * stride + denominators + v];
       }
       // nothing visible: 0
       const Vec inverse = simd::set1(total == 0.0f ? 0.0f : 1.0f / total);
-      const int64_t lane = group.first_lane + v;
-      T* target = output_ + (group.row->first_token + lane / ratio_) * output_token_ +
-          (group.head * ratio_ + lane % ratio_) * output_head_;
+      T* target = output_ + token * output_token_ + head * output_head_;
       for (int64_t d = 0; d < head_size; d += kWidth) {
-        Vec sum = simd::zero();
+        // what weighs nothing may hold anything
+        Vec sum = initial_weight == 0.0f
+            ? simd::zero()
+            : simd::mul(simd::load(initial + d), simd::set1(initial_weight));
         for (int i = 0; i < group.num_items; ++i) {
           const float* sums = group.partial + i * stride + v * head_size + d;
           sum = simd::fma(simd::load(sums), simd::set1(weights[i]), sum);
@@ -341,6 +365,7 @@ class SegmentAttention {
   int64_t layer_;
   int64_t ratio_;
   float scale_;
+  Initial initial_;
   int64_t tile_cells_;
   int64_t threads_ = 1;
   std::vector<Group> groups_;
@@ -349,24 +374,13 @@ class SegmentAttention {
   Counter next_{0};
 };
 
-// Raises ValueError unless `tensor` is contiguous int32 of these sizes.
-void check_index(const char* name, const at::Tensor& tensor, const char* expected,
-                 at::IntArrayRef sizes) {
-  TORCH_CHECK_VALUE(
-      tensor.sizes() == sizes, name, ": expected ", expected, " = ", sizes, ", got ",
-      tensor.sizes());
-  TORCH_CHECK_VALUE(
-      tensor.scalar_type() == at::kInt && tensor.is_contiguous() && tensor.device().is_cpu(), name,
-      ": expected contiguous int32 on the CPU, got ", tensor.scalar_type(), " with strides ",
-      tensor.strides(), " on ", tensor.device());
-}
-
 void segment_attention(
     const at::Tensor& query, const at::Tensor& output, const at::Tensor& kv_cache,
     const at::Tensor& bias, int64_t layer, const at::Tensor& block_table,
     const at::Tensor& seq_lens, const at::Tensor& query_start_loc, const at::Tensor& rows,
     const at::Tensor& slot_of_block, const at::Tensor& gap_end, const at::Tensor& first_cell,
-    const at::Tensor& num_entries, double scale) {
+    const at::Tensor& num_entries, double scale, const std::optional<at::Tensor>& partial_output,
+    const std::optional<at::Tensor>& partial_log_sum) {
   check_pool(kv_cache, bias);
   const int64_t num_layers = kv_cache.size(0), num_blocks = kv_cache.size(1),
                 num_kv_heads = kv_cache.size(2), block_size = kv_cache.size(3),
@@ -423,6 +437,29 @@ void segment_attention(
       "num_entries", num_entries, "[num_slots, num_layers, num_kv_heads]",
       {num_slots, num_layers, num_kv_heads});
 
+  TORCH_CHECK_VALUE(
+      partial_output.has_value() == partial_log_sum.has_value(),
+      "partial_output and partial_log_sum: expected both or neither");
+  Initial initial;
+  if (partial_output) {
+    const at::Tensor &sums = *partial_output, &log_sums = *partial_log_sum;
+    TORCH_CHECK_VALUE(
+        sums.sizes() == query.sizes() && sums.scalar_type() == at::kFloat && sums.stride(2) == 1 &&
+            sums.device().is_cpu(),
+        "partial_output: expected float32 [num_tokens, num_heads, head_size] = ", query.sizes(),
+        " on the CPU with the last dimension contiguous, got ", sums.scalar_type(), " ",
+        sums.sizes(), " with strides ", sums.strides());
+    TORCH_CHECK_VALUE(
+        log_sums.sizes() == query.sizes().slice(0, 2) && log_sums.scalar_type() == at::kFloat &&
+            log_sums.device().is_cpu(),
+        "partial_log_sum: expected float32 [num_tokens, num_heads] = ",
+        query.sizes().slice(0, 2), " on the CPU, got ", log_sums.scalar_type(), " ",
+        log_sums.sizes());
+    initial = {
+        sums.const_data_ptr<float>(), log_sums.const_data_ptr<float>(), sums.stride(0),
+        sums.stride(1), log_sums.stride(0), log_sums.stride(1)};
+  }
+
   const int32_t* row_ids = rows.const_data_ptr<int32_t>();
   const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
   const int32_t* lens = seq_lens.const_data_ptr<int32_t>();
@@ -475,7 +512,7 @@ void segment_attention(
   }
 
   const auto run = [&]<typename T>(T) {
-    SegmentAttention<T>(query, output, kv_cache, bias, layer, static_cast<float>(scale))
+    SegmentAttention<T>(query, output, kv_cache, bias, layer, static_cast<float>(scale), initial)
         .run(selected);
   };
   switch (query.scalar_type()) {
@@ -502,7 +539,7 @@ TORCH_LIBRARY_FRAGMENT(kvcompress, m) {
       "segment_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, Tensor bias, int layer, "
       "Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor rows, "
       "Tensor slot_of_block, Tensor gap_end, Tensor first_cell, Tensor num_entries, "
-      "float scale) -> ()");
+      "float scale, Tensor? partial_output, Tensor? partial_log_sum) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(kvcompress, CPU, m) {

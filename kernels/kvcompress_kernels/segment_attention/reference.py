@@ -22,6 +22,8 @@ def segment_attention(
     first_cell: torch.Tensor,
     num_entries: torch.Tensor,
     scale: float,
+    partial_output: torch.Tensor | None = None,
+    partial_log_sum: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Arguments as in `api.segment_attention`; computes in ``compute_dtype``.
@@ -58,5 +60,16 @@ def segment_attention(
                 all_bias = torch.cat([entry_bias, entry_bias.new_zeros(int(visible.sum()))])
                 for query_head in range(head * ratio, (head + 1) * ratio):
                     logits = all_keys @ query[token, query_head].to(compute_dtype) * scale
-                    weights = (logits + all_bias.to(compute_dtype)).softmax(dim=0)
-                    output[token, query_head] = (weights @ all_values).to(output.dtype)
+                    logits = logits + all_bias.to(compute_dtype)
+                    values_of_all = all_values
+                    if partial_output is not None and partial_log_sum is not None:
+                        # the partial softmax is one more key: its logit and its value
+                        first = partial_log_sum[token, query_head, None].to(compute_dtype)
+                        logits = torch.cat([first, logits])
+                        value = partial_output[token, query_head, None].to(compute_dtype)
+                        value = value.masked_fill(first == -torch.inf, 0)
+                        values_of_all = torch.cat([value, all_values])
+                    weights = logits.softmax(dim=0)
+                    if (logits == -torch.inf).all():
+                        weights = torch.zeros_like(logits)
+                    output[token, query_head] = (weights @ values_of_all).to(output.dtype)
