@@ -8,6 +8,14 @@ from ``stride()``; the last two dimensions of one (layer, block, head) are conti
 
     CPU cell (vLLM's ``vec`` layout)      | K transposed: [D, N] | V: [N, D] |
 
+On a GPU the slots of a cell follow one another, each with its key and its value:
+
+    GPU cell (vLLM's Triton and Flash)    | K 0 [D] | V 0 [D] | K 1 [D] | V 1 [D] | ...
+
+There the pool is handed on as the 6-D view ``[2, L, B, H, N, D]`` that `gpu_pool` makes, keys
+first. Its kernels take every stride but the last from ``stride()``, so that they read any order of
+the dimensions in memory, and caches that keep keys and values apart.
+
 A *slab* is a list of private blocks of one request, read as a linear memory of
 ``len(slab) * L * H`` cells that all layers and heads of that request share. Cell ``u`` is in block
 ``slab[u // (L * H)]``, at layer ``(u % (L * H)) // H``, head ``u % H``. A *segment* is what one
@@ -146,21 +154,107 @@ def read_segment(
     num_entries: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Read back what `write_segment` wrote: ``([m, D], [m, D], [m])``, copies."""
-    num_layers, _, num_kv_heads, block_size, width = kv_cache.shape
+    num_layers, _, num_kv_heads, block_size, _ = kv_cache.shape
     geometry = SlabGeometry(num_layers, num_kv_heads, block_size)
-    keys, values, biases = [], [], []
-    for u in range(first_cell, first_cell + geometry.cells(num_entries)):
-        index, layer, head = geometry.locate(u)
-        block = int(slab[index])
-        cell = kv_cache[layer, block, head]
-        keys.append(cell_keys(cell).T)
-        values.append(cell_values(cell))
-        biases.append(bias[block, layer, head])
-    if not keys:
-        empty = kv_cache.new_empty((0, width // 2))
-        return empty, empty, bias.new_empty(0)
+    cell = first_cell + torch.arange(geometry.cells(num_entries))
+    index, rest = cell // geometry.cells_per_block, cell % geometry.cells_per_block
+    block, layer, head = slab.long()[index], rest // num_kv_heads, rest % num_kv_heads
+    cells = kv_cache[layer, block, head]  # [cells, N, 2 * D], a copy
     return (
-        torch.cat(keys)[:num_entries].clone(),
-        torch.cat(values)[:num_entries].clone(),
-        torch.cat(biases)[:num_entries].clone(),
+        cell_keys(cells).transpose(1, 2).flatten(0, 1)[:num_entries].contiguous(),
+        cell_values(cells).flatten(0, 1)[:num_entries].contiguous(),
+        bias[block, layer, head].flatten()[:num_entries],
     )
+
+
+def gpu_pool(kv_cache: torch.Tensor, num_kv_heads: int | None = None) -> torch.Tensor:
+    """View vLLM's GPU cache of a group as ``[2, L, B, H, N, D]``, keys first.
+
+    Args:
+        kv_cache: ``[L, B, H, N, 2 * D]``, keys and values of a slot side by side, or, with
+            ``num_kv_heads``, ``[L, B, 2 * H, N, D]``, the heads of the keys before those of the
+            values. Any strides.
+        num_kv_heads: ``H``; only for the second form.
+
+    Raises:
+        ValueError: the shape is neither.
+    """
+    if num_kv_heads is None:
+        if kv_cache.dim() != 5 or kv_cache.shape[4] % 2:
+            raise ValueError(f"kv_cache: expected [L, B, H, N, 2 * D], got {list(kv_cache.shape)}")
+        return kv_cache.unflatten(4, (2, -1)).movedim(4, 0)
+    if kv_cache.dim() != 5 or kv_cache.shape[2] != 2 * num_kv_heads:
+        raise ValueError(
+            f"kv_cache: expected [L, B, 2 * H, N, D] with 2 * H = {2 * num_kv_heads}, got "
+            f"{list(kv_cache.shape)}"
+        )
+    return kv_cache.unflatten(2, (2, num_kv_heads)).movedim(2, 0)
+
+
+def cpu_cells(pool: torch.Tensor) -> torch.Tensor:
+    """Copy a GPU pool ``[2, L, B, H, N, D]`` into CPU cells ``[L, B, H, N, 2 * D]``."""
+    _, num_layers, num_blocks, num_kv_heads, block_size, head_size = pool.shape
+    cells = pool.new_empty((num_layers, num_blocks, num_kv_heads, block_size, 2 * head_size))
+    cell_keys(cells).copy_(pool[0].transpose(-1, -2))
+    cell_values(cells).copy_(pool[1])
+    return cells
+
+
+def copy_cpu_cells(cells: torch.Tensor, pool: torch.Tensor) -> None:
+    """Copy CPU cells ``[L, B, H, N, 2 * D]`` into a GPU pool ``[2, L, B, H, N, D]``."""
+    pool[0].copy_(cell_keys(cells).transpose(-1, -2))
+    pool[1].copy_(cell_values(cells))
+
+
+def gpu_gather_prompt(
+    pool: torch.Tensor, layer: int, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_prompt` from a GPU pool ``[2, L, B, H, N, D]``: keys and values ``[H, G, D]``."""
+    cells = pool[:, layer].index_select(1, blocks.long())  # [2, G / N, H, N, D]
+    keys, values = cells.transpose(1, 2).flatten(2, 3).contiguous()
+    return keys, values
+
+
+def gpu_write_segment(
+    pool: torch.Tensor,
+    bias: torch.Tensor,
+    slab: torch.Tensor,
+    first_cell: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    entry_bias: torch.Tensor,
+) -> None:
+    """`write_segment` into a GPU pool ``[2, L, B, H, N, D]``; the other arguments are the same."""
+    if keys.shape[0] == 0:
+        return
+    block, layer, head, slot = _gpu_places(pool, slab, first_cell, keys.shape[0])
+    pool[0, layer, block, head, slot] = keys.to(pool.dtype)
+    pool[1, layer, block, head, slot] = values.to(pool.dtype)
+    bias[block, layer, head, slot] = entry_bias.to(bias.dtype)
+
+
+def gpu_read_segment(
+    pool: torch.Tensor,
+    bias: torch.Tensor,
+    slab: torch.Tensor,
+    first_cell: int,
+    num_entries: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Read back what `gpu_write_segment` wrote: ``([m, D], [m, D], [m])``, copies."""
+    block, layer, head, slot = _gpu_places(pool, slab, first_cell, num_entries)
+    return (
+        pool[0, layer, block, head, slot],
+        pool[1, layer, block, head, slot],
+        bias[block, layer, head, slot],
+    )
+
+
+def _gpu_places(
+    pool: torch.Tensor, slab: torch.Tensor, first_cell: int, num_entries: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Block, layer, head and slot of the entries of a segment, each int64 ``[m]``."""
+    _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
+    entry = torch.arange(num_entries, device=pool.device)
+    cell = first_cell + entry // block_size
+    index, rest = cell // (num_layers * num_kv_heads), cell % (num_layers * num_kv_heads)
+    return slab[index].long(), rest // num_kv_heads, rest % num_kv_heads, entry % block_size

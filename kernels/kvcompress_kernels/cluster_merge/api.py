@@ -11,13 +11,13 @@ from typing import Literal
 
 import torch
 
-from kvcompress_kernels import build
+from kvcompress_kernels import build, formats
 from kvcompress_kernels.cluster_merge import reference
 from kvcompress_kernels.cluster_merge.reference import MERGE_ALL
 
 __all__ = ["MERGE_ALL", "cluster_count", "cluster_merge"]
 
-Impl = Literal["cpu", "reference"]
+Impl = Literal["cpu", "triton", "reference"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_SIZE = 256
@@ -40,12 +40,14 @@ def cluster_merge(
     The heads' segments follow one another from ``first_cell`` on. If they would pass
     ``num_cells``, nothing is written, and the counts are returned all the same.
 
-    Decisions are exact: both implementations, any vector width and any number of threads give
+    Decisions are exact: all implementations, any vector width and any number of threads give
     the same bits.
 
     Args:
         kv_cache: ``[L, B, H, N, 2 * D]``, bfloat16, float16 or float32; N and D multiples of 16,
-            D at most 256; the last two dimensions contiguous. Written in the slab's blocks.
+            D at most 256; the last two dimensions contiguous. Written in the slab's blocks. With
+            ``triton`` the view ``[2, L, B, H, N, D]`` that `formats.gpu_pool` makes, any strides
+            but the last; ``reference`` takes both.
         bias: float32 ``[B, L, H, N]``, last dimension contiguous. Written in the slab's blocks.
         layer: index into ``L``.
         source: int32 ``[G / N]``, blocks of the prompt in token order; only read.
@@ -57,7 +59,9 @@ def cluster_merge(
             which merges every chunk whole, whatever its keys.
         first_cell: cell of the slab at which the layer's first segment starts.
         num_cells: cells of the slab that may be used.
-        impl: ``cpu`` (the C++ kernel) or ``reference`` (plain torch).
+        impl: ``cpu`` (the C++ kernel), ``triton`` (CUDA devices; chunks of at most 128 tokens;
+            waits for the device, which `triton.cluster_merge_layers` does not) or ``reference``
+            (plain torch).
 
     Returns:
         ``num_entries``, int32 ``[H]``, and the cell after the last one; it is above ``num_cells``
@@ -67,8 +71,8 @@ def cluster_merge(
         ValueError: an argument does not fit the description above.
         kvcompress_kernels.build.CompilerNotFoundError: see `build.load`.
     """
-    _check_pool(kv_cache, source, chunk_ids, threshold)
-    num_layers, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    _check_pool(kv_cache, source, chunk_ids, threshold, impl)
+    num_layers, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape[-5:]
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer: expected 0 to L - 1 = {num_layers - 1}, got {layer}")
     expected = (num_blocks, num_layers, num_kv_heads, block_size)
@@ -94,9 +98,20 @@ def cluster_merge(
         first_cell,
         num_cells,
     )
+    if impl == "triton":
+        # imported on demand: installations for the CPU have no Triton
+        from kvcompress_kernels.cluster_merge import triton
+
+        triton.check_device(kv_cache)
+        return triton.cluster_merge(*args)
     if _use_kernel(impl):
         return torch.ops.kvcompress.cluster_merge(*args)
-    return reference.cluster_merge(*args)
+    if kv_cache.dim() == 5:
+        return reference.cluster_merge(*args)
+    cells = formats.cpu_cells(kv_cache)
+    result = reference.cluster_merge(cells, *args[1:])
+    formats.copy_cpu_cells(cells, kv_cache)
+    return result
 
 
 def cluster_count(
@@ -121,20 +136,26 @@ def cluster_count(
         ValueError: an argument does not fit the description above.
         kvcompress_kernels.build.CompilerNotFoundError: see `build.load`.
     """
-    _check_pool(kv_cache, source, chunk_ids, threshold)
+    _check_pool(kv_cache, source, chunk_ids, threshold, impl)
     if stride < 1:
         raise ValueError(f"stride: expected at least 1, got {stride}")
     args = (kv_cache, source, chunk_ids, float(threshold), stride)
+    if impl == "triton":
+        from kvcompress_kernels.cluster_merge import triton
+
+        triton.check_device(kv_cache)
+        return triton.cluster_count(*args)
     if _use_kernel(impl):
         return torch.ops.kvcompress.cluster_count(*args)
-    return reference.cluster_count(*args)
+    cells = formats.cpu_cells(kv_cache) if kv_cache.dim() == 6 else kv_cache
+    return reference.cluster_count(cells, *args[1:])
 
 
 def _use_kernel(impl: str) -> bool:
     if impl == "reference":
         return False
     if impl != "cpu":
-        raise ValueError(f"unknown impl {impl!r}; expected one of 'cpu', 'reference'")
+        raise ValueError(f"unknown impl {impl!r}; expected one of 'cpu', 'reference', 'triton'")
     if not hasattr(torch.ops.kvcompress, "cluster_merge"):
         build.load()
     return True
@@ -149,9 +170,13 @@ def _check_pool(
     source: torch.Tensor,
     chunk_ids: torch.Tensor,
     threshold: float,
+    impl: Impl,
 ) -> None:
     shape = tuple(kv_cache.shape)
-    if (
+    if impl == "triton" or (impl == "reference" and kv_cache.dim() == 6):
+        _check_gpu_cells(kv_cache)
+        shape = (*shape[1:5], 2 * shape[5])
+    elif (
         kv_cache.dim() != 5
         or kv_cache.dtype not in _DTYPES
         or shape[3] % 16
@@ -176,7 +201,7 @@ def _check_pool(
         raise ValueError(
             f"chunk_ids: expected contiguous int32 [G] = [{num_tokens}], got {_describe(chunk_ids)}"
         )
-    runs = torch.unique_consecutive(chunk_ids)
+    runs = torch.unique_consecutive(chunk_ids.cpu())
     numbers = runs[runs >= 0]
     if not torch.equal(numbers, torch.arange(numbers.numel(), dtype=torch.int32)):
         raise ValueError(
@@ -185,6 +210,25 @@ def _check_pool(
         )
     if threshold != MERGE_ALL and not 0.0 <= threshold < 1.0:
         raise ValueError(f"threshold: expected 0 up to but not 1, or {MERGE_ALL}, got {threshold}")
+
+
+def _check_gpu_cells(kv_cache: torch.Tensor) -> None:
+    shape = tuple(kv_cache.shape)
+    if (
+        kv_cache.dim() != 6
+        or shape[0] != 2
+        or kv_cache.dtype not in _DTYPES
+        or shape[4] % 16
+        or shape[5] % 16
+        or not 0 < shape[5] <= _MAX_HEAD_SIZE
+        or kv_cache.stride(5) != 1
+        or kv_cache[0].stride() != kv_cache[1].stride()
+    ):
+        raise ValueError(
+            "kv_cache: expected bfloat16, float16 or float32 [2, L, B, H, N, D] (formats.gpu_pool "
+            f"makes it of vLLM's cache) with N and D multiples of 16, D at most {_MAX_HEAD_SIZE} "
+            f"and the last dimension contiguous, got {_describe(kv_cache)}"
+        )
 
 
 def _check_blocks(name: str, symbol: str, blocks: torch.Tensor, num_blocks: int) -> None:
