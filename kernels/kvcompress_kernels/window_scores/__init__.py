@@ -1,0 +1,1 @@
+"""Attention that a few queries pay to the tokens of a paged prompt; see `api`."""

@@ -1,0 +1,142 @@
+"""Public door of the scoring operation: which tokens of a paged prompt do some queries attend to?
+
+The score is that of VATP (arXiv 2406.12335) with the Euclidean norm: attention times the norm of
+the value; see `reference.attention_mass` and `reference.weigh`. Memory is linear in the number of
+tokens. Layout of the pool: `kvcompress_kernels.formats`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from kvcompress_kernels import build
+from kvcompress_kernels.window_scores import reference
+
+__all__ = ["window_scores"]
+
+Impl = Literal["cpu", "reference"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_HEAD_SIZE = 256
+
+
+def window_scores(
+    kv_cache: torch.Tensor,
+    source: torch.Tensor,
+    tail: torch.Tensor,
+    num_tokens: int,
+    queries: torch.Tensor,
+    first_position: int,
+    scale: float,
+    impl: Impl = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score the tokens of a prompt's first blocks, in all layers.
+
+    Query ``i`` of each head is at position ``first_position + i``, sees the tokens of the prompt up
+    to its own position, and spreads attention of 1 over them. Queries at and past the end of the
+    prompt see all of it.
+
+    Sums are made in float32; the result does not depend on the number of threads.
+
+    Args:
+        kv_cache: ``[L, B, H, N, 2 * D]``, bfloat16, float16 or float32; N and D multiples of 16,
+            D at most 256; the last two dimensions contiguous. Only read.
+        source: int32 ``[G / N]``, blocks of the tokens ``[0, G)`` that are scored, in token order.
+        tail: int32 ``[ceil((n - G) / N)]``, blocks of the tokens ``[G, n)``, which get attention
+            but no score. Slots past ``n`` may hold anything.
+        num_tokens: tokens of the prompt, ``n``.
+        queries: ``[L, num_heads, w, D]`` in the dtype of the pool, contiguous; w at least 1. Query
+            heads ``[h * num_heads / H, (h + 1) * num_heads / H)`` share KV head ``h``.
+        first_position: position of the first query, at least 0.
+        scale: factor of the logits, above 0.
+        impl: ``cpu`` (the C++ kernel) or ``reference`` (plain torch in float64).
+
+    Returns:
+        mass, float32 ``[L, H, G]``: attention summed over the queries of the KV head.
+        scores, float32 ``[L, H, G]``: the same times the norm of the token's value.
+
+    Raises:
+        ValueError: an argument does not fit the description above.
+        kvcompress_kernels.build.CompilerNotFoundError: see `build.load`.
+    """
+    _check(kv_cache, source, tail, num_tokens, queries, first_position, scale)
+    args = (kv_cache, source, tail, num_tokens, queries, first_position, float(scale))
+    if impl == "reference":
+        return reference.window_scores(*args)
+    if impl != "cpu":
+        raise ValueError(f"unknown impl {impl!r}; expected one of 'cpu', 'reference'")
+    if not hasattr(torch.ops.kvcompress, "window_scores"):
+        build.load()
+    return torch.ops.kvcompress.window_scores(*args)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+
+
+def _check(
+    kv_cache: torch.Tensor,
+    source: torch.Tensor,
+    tail: torch.Tensor,
+    num_tokens: int,
+    queries: torch.Tensor,
+    first_position: int,
+    scale: float,
+) -> None:
+    shape = tuple(kv_cache.shape)
+    if (
+        kv_cache.dim() != 5
+        or kv_cache.dtype not in _DTYPES
+        or shape[3] % 16
+        or shape[4] % 32
+        or not 0 < shape[4] <= 2 * _MAX_HEAD_SIZE
+        or kv_cache.stride(4) != 1
+        or kv_cache.stride(3) != shape[4]
+        or kv_cache.device.type != "cpu"
+    ):
+        raise ValueError(
+            "kv_cache: expected bfloat16, float16 or float32 [L, B, H, N, 2 * D] on the CPU with N "
+            f"and D multiples of 16, D at most {_MAX_HEAD_SIZE} and the last two dimensions "
+            f"contiguous, got {_describe(kv_cache)} on {kv_cache.device}"
+        )
+    num_layers, num_blocks, num_kv_heads, block_size, width = shape
+    for name, symbol, blocks in (
+        ("source", "[G / N]", source),
+        ("tail", "[ceil((n - G) / N)]", tail),
+    ):
+        if blocks.dim() != 1 or blocks.dtype != torch.int32 or not blocks.is_contiguous():
+            raise ValueError(f"{name}: expected contiguous int32 {symbol}, got {_describe(blocks)}")
+        if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
+            raise ValueError(
+                f"{name}: expected block ids from 0 to B - 1 = {num_blocks - 1}, got ids from "
+                f"{int(blocks.min())} to {int(blocks.max())}"
+            )
+    most = (source.numel() + tail.numel()) * block_size
+    least = max(most - block_size + 1 if tail.numel() else most, 1)
+    if not least <= num_tokens <= most:
+        raise ValueError(
+            f"num_tokens: expected what {source.numel()} full blocks and {tail.numel()} blocks of "
+            f"the tail hold, {least} to {most}, got {num_tokens}"
+        )
+    if (
+        queries.dim() != 4
+        or queries.shape[0] != num_layers
+        or queries.shape[1] == 0
+        or queries.shape[1] % num_kv_heads
+        or queries.shape[2] == 0
+        or queries.shape[3] != width // 2
+        or queries.dtype != kv_cache.dtype
+        or not queries.is_contiguous()
+        or queries.device.type != "cpu"
+    ):
+        raise ValueError(
+            f"queries: expected contiguous {kv_cache.dtype} [L, num_heads, w, D] = [{num_layers}, "
+            f"a multiple of {num_kv_heads}, at least 1, {width // 2}] on the CPU, got "
+            f"{_describe(queries)} on {queries.device}"
+        )
+    if first_position < 0:
+        raise ValueError(f"first_position: expected at least 0, got {first_position}")
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(f"scale: expected a finite number above 0, got {scale}")
