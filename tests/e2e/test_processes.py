@@ -1,4 +1,4 @@
-"""Several processes: tensor parallel ranks, and several API servers in front of one engine."""
+"""Several processes: tensor and data parallel ranks, several API servers in front of an engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from openai import OpenAI
@@ -87,3 +88,57 @@ def test_metrics_with_two_api_servers(model_path, texts, tmp_path):
         metrics = server.metrics()
         assert metrics["vllm_kvcompress:requests_compressed_total"] == 4
         assert metrics["vllm_kvcompress:blocks_freed_total"] > 0
+
+
+@pytest.mark.timeout(900)  # three servers of two engines each
+def test_data_parallel_engines(tiny_model, texts, tmp_path):
+    """Each engine has a scheduler, a pool and metrics of its own; requests are spread over them."""
+    prompts = [texts[start : start + 1500] for start in range(0, 8000, 1000)]
+
+    def answers(method):
+        config = {"method": method, "min_prompt_tokens": 64, "threshold": 0.6}
+        flags = (
+            *("--data-parallel-size", "2", "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", "2048", "--max-num-seqs", "4", "--block-size", "32"),
+            *("--kv-cache-memory-bytes", str(64 << 20)),
+            *(() if method == "stock" else ("--kv-compression-config", json.dumps(config))),
+        )
+        # the engines share the cores: binding each to one of its own needs as many as engines
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        log = tmp_path / f"{method}.log"
+        with serve(tiny_model(), *flags, log=log, environment=environment) as server:
+            client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+            def answer(prompt):
+                reply = client.completions.create(
+                    model=server.model,
+                    prompt=prompt,
+                    max_tokens=30,
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
+                )
+                return reply.choices[0].text
+
+            with ThreadPoolExecutor(4) as pool:
+                return list(pool.map(answer, prompts)), server.samples()
+
+    stock, _ = answers("stock")
+    moved, samples = answers("relocate")
+    assert moved == stock
+    assert set(by_engine(samples, "requests_compressed_total")) == {"0", "1"}
+    _, samples = answers("semanticache")
+    compressed = by_engine(samples, "requests_compressed_total")
+    assert set(compressed) == {"0", "1"}
+    assert min(compressed.values()) > 0
+    assert sum(compressed.values()) == len(prompts)
+    assert min(by_engine(samples, "blocks_freed_total").values()) > 0
+    assert set(by_engine(samples, "slab_blocks").values()) == {0}
+
+
+def by_engine(samples, name):
+    """A metric of ours by engine."""
+    return {
+        dict(labels)["engine"]: value
+        for (metric, labels), value in samples.items()
+        if metric == f"vllm_kvcompress:{name}"
+    }

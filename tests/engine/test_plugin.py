@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+import transformers
+from vllm import ModelRegistry
+from vllm.platforms.interface import Platform, PlatformEnum
 
 PROBE = """
 import json, sys
@@ -177,6 +182,20 @@ def test_wrong_configuration_stops_the_start(tiny_model, compression, word):
         ({"skip_tokenizer_init": True}, ["--skip-tokenizer-init"]),
         ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype fp8", "use auto"]),
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size"]),
+        ({"enable_dbo": True, "worker_cls": "a.b"}, ["--enable-dbo", "--worker-cls a.b"]),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            ["--kv-transfer-config"],
+        ),
+        (
+            {
+                "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"},
+                "block_size": 24,
+            },
+            ["disaggregated prefill", "--block-size 24"],
+        ),
+        ({"kv_offloading_size": 1.0}, ["offloading"]),
+        ({"kv_sharing_fast_prefill": True}, ["--kv-sharing-fast-prefill"]),
         (
             {
                 "speculative_config": {
@@ -197,6 +216,150 @@ def test_unsupported_settings_are_refused_all_at_once(tiny_model, settings, word
         assert word in str(error.value)
 
 
+class Xpu(Platform):
+    """As much of such a device as can be had without one: what it says of itself."""
+
+    _enum = PlatformEnum.XPU
+    device_type = "xpu"
+
+
+def test_other_platforms_are_refused_before_anything_is_touched(tiny_model, monkeypatch):
+    from vllm_kvcompress.engine import settings
+
+    monkeypatch.setattr(settings, "current_platform", Xpu())
+    with pytest.raises(ValueError, match=r"platform 'xpu' is not supported.*CPU") as error:
+        _create(tiny_model(), "semanticache", worker_cls="a.b")
+    assert "start without --kv-compression" in str(error.value)
+
+
+@pytest.fixture
+def with_triton(monkeypatch):
+    """A vLLM that has Triton for CPUs: without, it has no V2 runner, and no diffusion models."""
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_the_v2_runner_is_refused(tiny_model, with_triton, monkeypatch, asked_for):
+    if asked_for:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="set VLLM_USE_V2_MODEL_RUNNER=0") as error:
+        _create(tiny_model(), "semanticache", block_size=24)
+    assert "--block-size 24" in str(error.value)
+
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+MODELS = {
+    "MLA": (
+        "deepseek_v2.DeepseekV3ForCausalLM",
+        "DeepseekV3",
+        {
+            **SIZES,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 32,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        "multi-head latent attention",
+    ),
+    "state space": ("mamba.MambaForCausalLM", "Mamba", {"hidden_size": 64}, "state-space layers"),
+    "hybrid": (
+        "granitemoehybrid.GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybrid",
+        {
+            **SIZES,
+            "num_key_value_heads": 2,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+        },
+        "state-space layers",
+    ),
+    # vLLM knows no such class and takes Transformers' own
+    "hybrid of Transformers": (
+        "transformers.TransformersForCausalLM",
+        "Bamba",
+        {**SIZES, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_n_heads": 8},
+        "state-space layers",
+    ),
+    "encoder-decoder": (
+        "whisper.WhisperForConditionalGeneration",
+        "Whisper",
+        {
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+        },
+        "encoder-decoder",
+    ),
+    "ALiBi": ("bloom.BloomForCausalLM", "Bloom", {"n_layer": 2, "n_head": 4}, "ALiBi"),
+    "soft cap": (
+        "gemma2.Gemma2ForCausalLM",
+        "Gemma2",
+        {**SIZES, "num_key_value_heads": 2, "head_dim": 32},
+        "soft cap",
+    ),
+}
+
+
+@pytest.fixture
+def write_config(model_path, tmp_path):
+    """Write the configuration of a model, without weights; its folder."""
+
+    def write(implementation, family, **sizes):
+        module, name = implementation.split(".")
+        implemented = getattr(import_module(f"vllm.model_executor.models.{module}"), name)
+        # vLLM would otherwise start a process to look at the class
+        ModelRegistry.register_model(name, implemented)
+        architecture = f"{family}ForCausalLM" if module == "transformers" else name
+        # one token beyond the tokenizer's, for the ids that a family expects in it
+        vocab = {"vocab_size": 60_000, "architectures": [architecture]}
+        getattr(transformers, f"{family}Config")(**sizes, **vocab).save_pretrained(tmp_path)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(model_path / file, tmp_path)
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_that_are_refused_by_their_configuration(write_config, kind):
+    implementation, family, sizes, word = MODELS[kind]
+    folder = write_config(implementation, family, **sizes)
+    with pytest.raises(ValueError, match="--kv-compression cannot be used here") as error:
+        _create(folder, "semanticache", skip_tokenizer_init=True)
+    for expected in (word, "--skip-tokenizer-init", "start without --kv-compression"):
+        assert expected in str(error.value)
+
+
+def test_attention_sinks_are_refused(write_config, make_engine):
+    """No configuration names them alike: the layers themselves are asked."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 2}
+    folder = write_config("gpt_oss.GptOssForCausalLM", "GptOss", **sizes)
+    with pytest.raises(ValueError, match=r"layer .*attention sinks.*without --kv-compression"):
+        make_engine(folder, "relocate", load_format="dummy")
+
+
+def test_pooling_is_refused(tiny_model):
+    with pytest.raises(ValueError, match="pooling models generate nothing"):
+        _create(tiny_model(), "semanticache", runner="pooling")
+
+
+def test_diffusion_is_refused(tiny_model, with_triton):
+    """By the one field that makes vLLM treat a model as one that diffuses."""
+    with pytest.raises(ValueError, match="diffusion language models"):
+        _create(tiny_model(), "semanticache", hf_overrides={"canvas_length": 32})
+
+
+def test_context_parallelism_is_refused(tiny_model):
+    model = tiny_model(num_kv_heads=1)  # vLLM has it for KV heads that ranks share
+    with pytest.raises(ValueError, match="context parallelism"):
+        _create(model, "semanticache", decode_context_parallel_size=2, tensor_parallel_size=2)
+
+
 def test_the_ledger_of_patches_gives_reasons():
     from vllm_kvcompress.engine.compat import PATCHES
 
@@ -213,5 +376,5 @@ def test_a_different_vllm_is_refused_with_what_differs(tiny_model, monkeypatch):
     from vllm.v1.core.block_pool import BlockPool
 
     monkeypatch.delattr(BlockPool, "get_num_free_blocks")
-    with pytest.raises(ValueError, match=r"BlockPool: attributes .* are gone"):
+    with pytest.raises(ValueError, match=r"BlockPool: method get_num_free_blocks is gone"):
         _create(tiny_model(), "semanticache")

@@ -6,10 +6,13 @@ attributes, never at version strings alone, so a difference is found before a mo
 
 from __future__ import annotations
 
+import dis
+import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
 TESTED_VERSIONS = ("0.32.0",)
 """vLLM releases that the test suite runs against."""
@@ -57,9 +60,9 @@ PATCHES = (
     ),
     Patch(
         "vllm.v1.attention.selector._cached_get_attn_backend",
-        "the choice of the CPU backend is cached for the process; the cache is emptied around the "
+        "the choice of a backend is cached for the process; the cache is emptied around the "
         "loading of a model, so that engines in one process do not get each other's backend",
-        "vLLM honours --attention-backend on CPU",
+        "vLLM honours --attention-backend on CPU, and lets a plugin wrap the backend it chose",
     ),
     Patch(
         "prometheus_client.values.ValueClass",
@@ -88,178 +91,563 @@ class Finding:
     problem: str | None
 
 
-def _parameters(function: Callable, *names: str) -> str | None:
-    have = inspect.signature(function).parameters
-    missing = [name for name in names if name not in have]
-    return f"parameters {missing} are gone; it has {list(have)}" if missing else None
+@dataclass(frozen=True)
+class ExtensionPoint:
+    """A class, function or module of vLLM, and what the plugin overrides, calls or reads of it.
+
+    Args:
+        target: qualified name.
+        methods: parameters by name of the method (the empty name is the target itself), as far as
+            the plugin names or counts them. Some are only relied on: that a request's blocks are
+            counted by the length of its list, for instance.
+        attributes: of the class or of its objects, properties and enum members included; of the
+            module.
+        fields: of the dataclass.
+        carries: whether the plugin sets an attribute of its own on the objects, which slots would
+            forbid.
+        gpu: whether it matters on GPUs only.
+    """
+
+    target: str
+    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attributes: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    carries: bool = False
+    gpu: bool = False
 
 
-def _attributes(owner: object, *names: str) -> str | None:
-    missing = [name for name in names if not hasattr(owner, name)]
-    return f"attributes {missing} are gone" if missing else None
-
-
-def _fields(cls: type, *names: str) -> str | None:
-    have = set(getattr(cls, "__dataclass_fields__", ()))
-    missing = [name for name in names if name not in have]
-    return f"fields {missing} are gone" if missing else None
-
-
-def _probes() -> Iterable[tuple[str, Callable[[], str | None]]]:
-    """Extension points by qualified name; each import happens inside its probe."""
-
-    def engine_args() -> str | None:
-        from vllm.engine.arg_utils import EngineArgs
-
-        return _fields(
-            EngineArgs, "additional_config", "scheduler_cls", "worker_cls", "block_size"
-        ) or _attributes(EngineArgs, "add_cli_args", "create_engine_config")
-
-    def sampling_params() -> str | None:
-        from vllm.sampling_params import SamplingParams
-
-        return _attributes(SamplingParams, "_verify_extra_args", "extra_args")
-
-    def spec_registry() -> str | None:
-        from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-
-        return _attributes(KVCacheSpecRegistry, "_ensure_registered") or _parameters(
-            KVCacheSpecRegistry.register,
-            "kvcache_spec_cls",
-            "manager_class",
-            "uniform_type_base_spec",
-        )
-
-    def spec() -> str | None:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-        return _fields(
-            FullAttentionSpec, "block_size", "num_kv_heads", "head_size", "dtype", "sliding_window"
-        ) or _attributes(FullAttentionSpec, "page_size_bytes")
-
-    def manager() -> str | None:
-        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
-        return _attributes(
-            FullAttentionManager,
-            "cache_blocks",
-            "pop_blocks_for_free",
-            "get_num_blocks_to_allocate",
-        ) or _parameters(FullAttentionManager.pop_blocks_for_free, "request_id")
-
-    def block_pool() -> str | None:
-        from vllm.v1.core.block_pool import BlockPool
-        from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
-        return _attributes(
-            BlockPool, "get_new_blocks", "free_blocks", "get_num_free_blocks"
-        ) or _attributes(KVCacheBlock, "block_hash", "is_null")
-
-    def scheduler() -> str | None:
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        if not issubclass(AsyncScheduler, Scheduler):
-            return "AsyncScheduler is no longer a Scheduler"
-        return _attributes(Scheduler, "schedule", "add_request") or _parameters(
-            Scheduler.update_from_output, "scheduler_output", "model_runner_output"
-        )
-
-    def request() -> str | None:
-        from vllm.v1.request import Request
-
-        return _attributes(Request, "num_output_tokens", "num_tokens") or _parameters(
-            Request.__init__, "sampling_params", "prompt_token_ids", "mm_features", "resumable"
-        )
-
-    def scheduler_output() -> str | None:
-        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-
-        if hasattr(SchedulerOutput, "__slots__"):
-            return "it has slots now, so nothing can ride on it"
-        return _fields(
-            SchedulerOutput,
+EXTENSION_POINTS = (
+    ExtensionPoint(
+        "vllm.engine.arg_utils.EngineArgs",
+        methods={"add_cli_args": ("parser",), "create_engine_config": ()},
+        fields=("additional_config", "scheduler_cls", "worker_cls", "block_size", "enable_dbo"),
+    ),
+    ExtensionPoint(
+        "vllm.config.VllmConfig",
+        attributes=("use_v2_model_runner",),
+        fields=(
+            "model_config",
+            "cache_config",
+            "parallel_config",
+            "scheduler_config",
+            "compilation_config",
+            "speculative_config",
+            "kv_transfer_config",
+            "additional_config",
+            "instance_id",
+            "attention_config",
+        ),
+    ),
+    ExtensionPoint(
+        "vllm.config.ModelConfig",
+        methods={
+            "get_num_attention_heads": ("parallel_config",),
+            "get_num_kv_heads": ("parallel_config",),
+            "get_head_size": (),
+        },
+        attributes=(
+            "runner_type",
+            "hf_text_config",
+            "use_mla",
+            "is_hybrid",
+            "is_attention_free",
+            "is_encoder_decoder",
+            "is_diffusion",
+            "uses_alibi",
+        ),
+        fields=("model", "skip_tokenizer_init", "served_model_name", "dtype"),
+    ),
+    ExtensionPoint(
+        "vllm.config.CacheConfig", fields=("block_size", "cache_dtype", "kv_sharing_fast_prefill")
+    ),
+    ExtensionPoint(
+        "vllm.config.ParallelConfig",
+        attributes=("data_parallel_index",),
+        fields=(
+            "worker_cls",
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+    ),
+    ExtensionPoint(
+        "vllm.config.SchedulerConfig",
+        fields=(
+            "scheduler_cls",
+            "async_scheduling",
+            "disable_hybrid_kv_cache_manager",
+            "max_num_seqs",
+        ),
+    ),
+    ExtensionPoint(
+        "vllm.platforms.interface.Platform",
+        methods={"is_cpu": (), "is_cuda": (), "get_device_capability": ()},
+    ),
+    ExtensionPoint(
+        "vllm.platforms.interface.DeviceCapability",
+        methods={"to_int": (), "as_version_str": ()},
+        gpu=True,
+    ),
+    ExtensionPoint("vllm.config.AttentionConfig", fields=("backend", "backend_per_kind"), gpu=True),
+    ExtensionPoint("vllm.exceptions.VLLMValidationError", methods={"__init__": ("parameter",)}),
+    ExtensionPoint(
+        "vllm.sampling_params.SamplingParams",
+        methods={"_verify_extra_args": ()},
+        attributes=("extra_args",),
+    ),
+    ExtensionPoint(
+        "vllm.v1.kv_cache_spec_registry.KVCacheSpecRegistry",
+        methods={
+            "_ensure_registered": (),
+            "register": ("kvcache_spec_cls", "manager_class", "uniform_type_base_spec"),
+        },
+    ),
+    ExtensionPoint(
+        "vllm.v1.kv_cache_interface.FullAttentionSpec",
+        attributes=("page_size_bytes",),
+        fields=(
+            "block_size",
+            "num_kv_heads",
+            "head_size",
+            "dtype",
+            "sliding_window",
+            "attention_chunk_size",
+        ),
+    ),
+    ExtensionPoint("vllm.v1.kv_cache_interface.AttentionSpec", fields=("num_kv_heads",)),
+    ExtensionPoint("vllm.v1.kv_cache_interface.KVCacheConfig", fields=("kv_cache_groups",)),
+    ExtensionPoint(
+        "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager",
+        methods={
+            "__init__": (),
+            "cache_blocks": ("request",),
+            "pop_blocks_for_free": ("request_id",),
+            "get_num_blocks_to_allocate": ("request_id", "num_tokens"),
+            "allocate_new_blocks": ("request_id", "num_tokens"),
+        },
+        attributes=(
+            "has_positionally_stable_blocks",
+            "req_to_blocks",
+            "block_pool",
+            "block_size",
+            "kv_cache_group_id",
+            "kv_cache_spec",
+            "_null_block",
+        ),
+    ),
+    ExtensionPoint(
+        "vllm.v1.core.kv_cache_manager.KVCacheManager",
+        methods={"allocate_slots": ("request", "num_new_tokens"), "free": ("request",)},
+        attributes=("coordinator",),
+    ),
+    ExtensionPoint(
+        "vllm.v1.core.block_pool.BlockPool",
+        methods={
+            "get_new_blocks": ("num_blocks",),
+            "free_blocks": ("ordered_blocks",),
+            "get_num_free_blocks": (),
+        },
+    ),
+    ExtensionPoint(
+        "vllm.v1.core.kv_cache_utils.KVCacheBlock",
+        attributes=("block_hash",),
+        fields=("block_id", "ref_cnt", "is_null"),
+    ),
+    ExtensionPoint(
+        "vllm.v1.core.sched.scheduler.Scheduler",
+        methods={
+            "__init__": ("vllm_config",),
+            "schedule": (),
+            "add_request": ("request",),
+            "reset_prefix_cache": ("reset_running_requests",),
+            "update_from_output": ("scheduler_output", "model_runner_output"),
+            "_update_after_schedule": ("scheduler_output",),
+            "_preempt_request": ("request",),
+        },
+        attributes=("vllm_config", "kv_cache_manager", "kv_cache_config", "requests"),
+    ),
+    ExtensionPoint(
+        "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+        methods={"schedule": (), "update_from_output": ("scheduler_output", "model_runner_output")},
+    ),
+    ExtensionPoint(
+        "vllm.v1.core.sched.output.SchedulerOutput",
+        fields=(
             "num_scheduled_tokens",
             "finished_req_ids",
             "scheduled_new_reqs",
             "scheduled_cached_reqs",
-        ) or _fields(CachedRequestData, "resumed_req_ids")
+        ),
+        carries=True,
+    ),
+    ExtensionPoint("vllm.v1.core.sched.output.CachedRequestData", fields=("resumed_req_ids",)),
+    ExtensionPoint("vllm.v1.core.sched.output.NewRequestData", fields=("req_id",)),
+    ExtensionPoint("vllm.v1.outputs.ModelRunnerOutput", carries=True),
+    ExtensionPoint(
+        "vllm.v1.request.Request",
+        methods={
+            "__init__": ("sampling_params", "prompt_token_ids", "mm_features", "resumable"),
+        },
+        attributes=(
+            "request_id",
+            "sampling_params",
+            "resumable",
+            "mm_features",
+            "prompt_token_ids",
+            "prompt_embeds",
+            "all_token_ids",
+            "num_prompt_tokens",
+            "num_computed_tokens",
+            "num_tokens",
+            "num_output_tokens",
+            "max_tokens",
+            "is_prefill_chunk",
+        ),
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.cpu_worker.CPUWorker",
+        methods={
+            "__init__": ("vllm_config",),
+            "init_device": (),
+            "load_model": (),
+            "determine_available_memory": (),
+        },
+        attributes=("model_runner",),
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.cpu_model_runner.CPUModelRunner",
+        methods={
+            "initialize_kv_cache": ("kv_cache_config", "is_profiling"),
+            "execute_model": ("scheduler_output",),
+            "sample_tokens": (),
+            "get_kv_cache_spec": (),
+        },
+        attributes=(
+            "vllm_config",
+            "compilation_config",
+            "kv_cache_config",
+            "input_batch",
+            "requests",
+        ),
+    ),
+    ExtensionPoint("vllm.v1.worker.gpu_input_batch.CachedRequestState", fields=("block_ids",)),
+    ExtensionPoint(
+        "vllm.v1.worker.gpu_input_batch.InputBatch",
+        attributes=("req_ids", "req_id_to_index", "block_table"),
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.block_table.BlockTable", attributes=("block_table", "block_size")
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backend.CommonAttentionMetadata",
+        methods={"replace": ()},
+        fields=(
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens",
+            "num_reqs",
+            "num_actual_tokens",
+            "max_query_len",
+            "block_table_tensor",
+        ),
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
+        methods={"customize_spec": ("spec",), "get_builder_cls": (), "get_impl_cls": ()},
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder",
+        methods={
+            "__init__": (),
+            "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+            "_set_isa_to_layers": ("layer_names",),
+        },
+        attributes=("isa", "layer_names", "vllm_config"),
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadata",
+        fields=("block_table", "seq_lens", "query_start_loc"),
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
+        methods={
+            "forward": (
+                "layer",
+                "query",
+                "key",
+                "value",
+                "kv_cache",
+                "attn_metadata",
+                "output",
+                "output_scale",
+                "output_block_scale",
+            ),
+        },
+        attributes=(
+            "scale",
+            "head_size",
+            "alibi_slopes",
+            "sinks",
+            "logits_soft_cap",
+            "sliding_window",
+        ),
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.gpu_worker.Worker",
+        methods={
+            "_make_model_runner": (),
+            "load_model": (),
+            "determine_available_memory": (),
+        },
+        attributes=("use_v2_model_runner", "model_runner", "vllm_config", "device"),
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+        methods={
+            "initialize_kv_cache": ("kv_cache_config", "is_profiling"),
+            "execute_model": ("scheduler_output",),
+            "sample_tokens": (),
+            "prepare_inputs": (),
+            "get_kv_cache_spec": (),
+        },
+        attributes=(
+            "vllm_config",
+            "compilation_config",
+            "kv_cache_config",
+            "kernel_block_sizes",
+            "req_states",
+            "block_tables",
+        ),
+        gpu=True,
+    ),
+    ExtensionPoint("vllm.v1.worker.cpu.model_runner.CPUModelRunner", gpu=True),
+    ExtensionPoint("vllm.v1.worker.gpu.input_batch.InputBatch", fields=("req_ids",), gpu=True),
+    ExtensionPoint(
+        "vllm.v1.worker.gpu.states.RequestState", attributes=("req_id_to_index",), gpu=True
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.gpu.block_table.BlockTables", attributes=("block_tables",), gpu=True
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.gpu.buffer_utils.StagedWriteTensor",
+        methods={"stage_write": ("index", "start", "x")},
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.gpu.async_utils.AsyncOutput",
+        attributes=("model_runner_output",),
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.utils.torch_utils.async_tensor_h2d",
+        methods={"": ("data", "device", "dtype")},
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backend.AttentionCGSupport",
+        attributes=("UNIFORM_SINGLE_TOKEN_DECODE",),
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
+        methods={
+            "customize_spec": ("spec",),
+            "supports_batch_invariance": (),
+            "get_builder_cls": (),
+            "get_impl_cls": (),
+        },
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder",
+        methods={
+            "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+            "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+            "build_for_cudagraph_capture": ("common_attn_metadata",),
+            "get_cudagraph_support": ("vllm_config", "kv_cache_spec"),
+        },
+        attributes=("supports_update_block_table",),
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadata", carries=True, gpu=True
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl",
+        methods={
+            "forward": (
+                "layer",
+                "query",
+                "key",
+                "value",
+                "kv_cache",
+                "attn_metadata",
+                "output",
+                "output_scale",
+                "output_block_scale",
+            ),
+            "fused_output_quant_supported": ("quant_key",),
+        },
+        attributes=(
+            "scale",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "alibi_slopes",
+            "sinks",
+            "logits_soft_cap",
+            "sliding_window",
+        ),
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",
+        methods={
+            "customize_spec": ("spec",),
+            "supports_batch_invariance": (),
+            "get_builder_cls": (),
+            "get_impl_cls": (),
+        },
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder",
+        methods={
+            "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+            "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+            "build_for_cudagraph_capture": ("common_attn_metadata",),
+            "get_cudagraph_support": ("vllm_config", "kv_cache_spec"),
+        },
+        attributes=("supports_update_block_table",),
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadata", carries=True, gpu=True
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl",
+        methods={
+            "forward": (
+                "layer",
+                "query",
+                "key",
+                "value",
+                "kv_cache",
+                "attn_metadata",
+                "output",
+                "output_scale",
+                "output_block_scale",
+            ),
+            "fused_output_quant_supported": ("quant_key",),
+        },
+        attributes=(
+            "scale",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "alibi_slopes",
+            "sinks",
+            "logits_soft_cap",
+            "sliding_window",
+        ),
+        gpu=True,
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.registry.AttentionBackendEnum",
+        methods={"clear_override": ()},
+        attributes=("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"),
+    ),
+    ExtensionPoint(
+        "vllm.v1.attention.backends.registry.register_backend",
+        methods={"": ("backend", "class_path")},
+    ),
+    ExtensionPoint("vllm.v1.attention.selector", attributes=("_cached_get_attn_backend",)),
+    ExtensionPoint(
+        "vllm.model_executor.models.utils.extract_layer_index", methods={"": ("layer_name",)}
+    ),
+    ExtensionPoint("vllm.distributed.parallel_state.get_tp_group", methods={"": ()}),
+    ExtensionPoint(
+        "vllm.distributed.parallel_state.GroupCoordinator", attributes=("world_size", "cpu_group")
+    ),
+    ExtensionPoint(
+        "vllm.tokenizers.registry.cached_tokenizer_from_config", methods={"": ("model_config",)}
+    ),
+)
+"""All of vLLM that the plugin stands on, patches included. Besides the probes this is the list by
+which two versions of vLLM are compared (``tests/engine/test_versions.py``)."""
 
-    def runner_output() -> str | None:
-        from vllm.v1.outputs import ModelRunnerOutput
 
-        return (
-            "it has slots now, so nothing can ride on it"
-            if hasattr(ModelRunnerOutput, "__slots__")
-            else None
-        )
+def resolve(target: str) -> Any:
+    """The object of a qualified name.
 
-    def runner() -> str | None:
-        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-        return (
-            _parameters(CPUModelRunner.initialize_kv_cache, "kv_cache_config", "is_profiling")
-            or _parameters(CPUModelRunner.execute_model, "scheduler_output")
-            or _attributes(CPUModelRunner, "sample_tokens", "get_kv_cache_spec")
-        )
-
-    def worker() -> str | None:
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        return _attributes(CPUWorker, "init_device", "determine_available_memory")
-
-    def backend() -> str | None:
-        from vllm.v1.attention.backends import cpu_attn
-
-        return (
-            _attributes(cpu_attn.CPUAttentionBackend, "customize_spec", "get_builder_cls")
-            or _parameters(
-                cpu_attn.CPUAttentionMetadataBuilder.build,
-                "common_prefix_len",
-                "common_attn_metadata",
-                "fast_build",
-            )
-            or _parameters(cpu_attn.CPUAttentionBackendImpl.forward, "kv_cache", "attn_metadata")
-            or _fields(cpu_attn.CPUAttentionMetadata, "block_table", "seq_lens", "query_start_loc")
-        )
-
-    def backend_registry() -> str | None:
-        from vllm.v1.attention import selector
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-        return (
-            _attributes(AttentionBackendEnum, "CPU_ATTN", "clear_override")
-            or _attributes(selector, "_cached_get_attn_backend")
-        ) or _parameters(register_backend, "backend", "class_path")
-
-    yield "vllm.engine.arg_utils.EngineArgs", engine_args
-    yield "vllm.sampling_params.SamplingParams", sampling_params
-    yield "vllm.v1.kv_cache_spec_registry.KVCacheSpecRegistry", spec_registry
-    yield "vllm.v1.kv_cache_interface.FullAttentionSpec", spec
-    yield "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager", manager
-    yield "vllm.v1.core.block_pool.BlockPool", block_pool
-    yield "vllm.v1.core.sched.scheduler.Scheduler", scheduler
-    yield "vllm.v1.request.Request", request
-    yield "vllm.v1.core.sched.output.SchedulerOutput", scheduler_output
-    yield "vllm.v1.outputs.ModelRunnerOutput", runner_output
-    yield "vllm.v1.worker.cpu_model_runner.CPUModelRunner", runner
-    yield "vllm.v1.worker.cpu_worker.CPUWorker", worker
-    yield "vllm.v1.attention.backends.cpu_attn", backend
-    yield "vllm.v1.attention.backends.registry", backend_registry
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: the module has no such name.
+    """
+    module, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        if not name[:1].islower():
+            raise
+        return importlib.import_module(target)
 
 
-def probe() -> list[Finding]:
-    """Look at every extension point of the installed vLLM."""
+def _problems(point: ExtensionPoint) -> Iterator[str]:
+    owner = resolve(point.target)
+    for method, wanted in point.methods.items():
+        function = getattr(owner, method, None) if method else owner
+        if not callable(function):
+            yield f"method {method} is gone"
+            continue
+        have = inspect.signature(function).parameters
+        if missing := [name for name in wanted if name not in have]:
+            label = f"{method}: " if method else ""
+            yield f"{label}parameters {missing} are gone; it has {list(have)}"
+    if missing := [name for name in point.attributes if not _has_attribute(owner, name)]:
+        yield f"attributes {missing} are gone"
+    known = getattr(owner, "__dataclass_fields__", ())
+    if missing := [name for name in point.fields if name not in known]:
+        yield f"fields {missing} are gone"
+    if point.carries and any("__slots__" in vars(cls) for cls in owner.__mro__[:-1]):
+        yield "it has slots, so nothing can ride on it"
+
+
+def _has_attribute(owner: Any, name: str) -> bool:
+    """Whether the class or module has it, or a method of the class assigns it to ``self``."""
+    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
+        return True
+    classes = owner.__mro__ if isinstance(owner, type) else ()
+    return any(
+        name in getattr(cls, "__annotations__", ())
+        or any(_assigns(function, name) for function in vars(cls).values())
+        for cls in classes
+    )
+
+
+def _assigns(function: Any, name: str) -> bool:
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function) or name not in function.__code__.co_names:
+        return False
+    steps = dis.get_instructions(function)
+    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
+
+
+def probe(gpu: bool = False) -> list[Finding]:
+    """Look at every extension point of the installed vLLM, those for GPUs if asked to."""
     findings = []
-    for name, check in _probes():
+    for point in EXTENSION_POINTS:
+        if point.gpu and not gpu:
+            continue
         try:
-            problem = check()
+            problem = "; ".join(_problems(point)) or None
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        findings.append(Finding(name, problem))
+        findings.append(Finding(point.target, problem))
     return findings
 
 
-def problems() -> list[str]:
+def problems(gpu: bool = False) -> list[str]:
     """Why this vLLM cannot be used, one line each; empty when it can."""
-    return [f"{finding.name}: {finding.problem}" for finding in probe() if finding.problem]
+    return [f"{finding.name}: {finding.problem}" for finding in probe(gpu) if finding.problem]

@@ -6,6 +6,7 @@ Runs in the front end, inside ``EngineArgs.create_engine_config``, before a mode
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,14 +19,22 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_kvcompress.config import CONFIG_KEY, CompressionConfig, parse_config, request_options
 from vllm_kvcompress.engine import compat, metrics
+from vllm_kvcompress.engine.shape import expected_shape
+from vllm_kvcompress.methods.gpu import MIN_CAPABILITY, why_not_on_gpus
+from vllm_kvcompress.methods.registry import create_method
 
 logger = init_logger("vllm.kvcompress.settings")
 
 SCHEDULER = "vllm_kvcompress.engine.scheduler.create_scheduler"
 CPU_WORKER = "vllm_kvcompress.engine.worker.CompressionCPUWorker"
+GPU_WORKER = "vllm_kvcompress.engine.worker_gpu.CompressionGPUWorker"
 CPU_BLOCK_SIZE = 32
 """Default on CPU in place of vLLM's 128: the raw tail and every segment are rounded up to a block
 or a cell, and the smallest block the CPU kernels take whole is 32."""
+GPU_BLOCK_SIZE = 16
+"""vLLM's own default on GPUs, and the smallest block of its kernels and ours."""
+GPU_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+"""Attention backends whose cells the GPU kernels read."""
 
 
 def create_engine_config(
@@ -42,15 +51,24 @@ def create_engine_config(
             together with compression; the message holds all reasons.
     """
     config = parse_config(args.additional_config[CONFIG_KEY])
-    _refuse(list(_unsupported_arguments(args)))
+    _refuse(list(_unsupported_vllm()))
+    reasons = list(_unsupported_arguments(args))
     args.scheduler_cls = SCHEDULER
-    args.worker_cls = CPU_WORKER
-    if args.block_size is None:
+    args.worker_cls = _worker()
+    if args.block_size is None and current_platform.is_cpu():
         args.block_size = CPU_BLOCK_SIZE
     vllm_config = original(args, *rest, **kwargs)
-    _refuse(list(_unsupported(vllm_config)))
+    reasons += _unsupported(vllm_config)
+    if current_platform.is_cuda():
+        reasons += _unsupported_on_gpus(config, vllm_config)
+    _refuse(reasons or list(_unbound(config, vllm_config)))
     metrics.expose(vllm_config)
     _validate_requests(config)
+    if current_platform.is_cuda():
+        logger.warning_once(
+            "KV-cache compression has been verified on GPUs by Triton's interpreter and by "
+            "compiling its kernels only: check the output, and run `vllm-kvcompress doctor`"
+        )
     return vllm_config
 
 
@@ -63,20 +81,30 @@ def _refuse(reasons: list[str]) -> None:
         )
 
 
-def _unsupported_arguments(args: EngineArgs) -> Iterator[str]:
-    """Reasons that have to be known before vLLM reads the arguments."""
-    if not current_platform.is_cpu():
+def _worker() -> str:
+    return CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+
+
+def _unsupported_vllm() -> Iterator[str]:
+    """Reasons to touch nothing: the rest is about this build of vLLM."""
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield (
-            f"platform '{current_platform.device_type}' is not supported yet; supported: the CPU "
-            "build of vLLM"
+            f"platform '{current_platform.device_type}' is not supported; supported: the CPU and "
+            "the CUDA build of vLLM"
         )
-        return  # the rest is about that build
-    for problem in compat.problems():
+        return
+    for problem in compat.problems(gpu=current_platform.is_cuda()):
         yield f"this vLLM differs from the tested ones: {problem}"
+
+
+def _unsupported_arguments(args: EngineArgs) -> Iterator[str]:
+    """Reasons that are lost once vLLM, or this module, has replaced the argument."""
     if args.scheduler_cls not in (None, SCHEDULER):
         yield f"--scheduler-cls {args.scheduler_cls}: compression brings its own scheduler"
-    if args.worker_cls not in ("auto", CPU_WORKER):
+    if args.worker_cls not in ("auto", _worker()):
         yield f"--worker-cls {args.worker_cls}: compression brings its own worker"
+    if args.enable_dbo:
+        yield "dual-batch overlap (--enable-dbo)"
 
 
 def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
@@ -90,7 +118,7 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
         yield "pooling models generate nothing, so there is nothing to compress for"
     if model.use_mla:
         yield "models with multi-head latent attention (MLA)"
-    if model.is_hybrid or model.is_attention_free:
+    if model.is_hybrid or model.is_attention_free or _layer_types(text) & _STATE_LAYERS:
         yield "models with Mamba or other state-space layers"
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
@@ -98,7 +126,7 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
         yield "--skip-tokenizer-init: the delimiters come from the model's tokenizer"
     if getattr(text, "attn_logit_softcapping", None):
         yield "models with a soft cap on attention logits"
-    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
+    if model.uses_alibi or getattr(text, "position_embedding_type", "") == "alibi":
         yield "models with ALiBi position biases"
     if model.is_diffusion:
         yield "diffusion language models"
@@ -108,25 +136,64 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
         yield "KV connectors, offloading and disaggregated prefill (--kv-transfer-config)"
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         yield f"--kv-cache-dtype {cache.cache_dtype}: use auto"
-    if cache.block_size % CPU_BLOCK_SIZE:
-        yield f"--block-size {cache.block_size}: use a multiple of {CPU_BLOCK_SIZE}"
+    unit = CPU_BLOCK_SIZE if current_platform.is_cpu() else GPU_BLOCK_SIZE
+    if cache.block_size % unit:
+        yield f"--block-size {cache.block_size}: use a multiple of {unit}"
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism (--decode- and --prefill-context-parallel-size)"
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism (--pipeline-parallel-size)"
-    if parallel.enable_dbo:
-        yield "dual-batch overlap (--enable-dbo)"
-    if vllm_config.use_v2_model_runner:
-        yield "the V2 model runner on CPU (unset VLLM_USE_V2_MODEL_RUNNER)"
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and _has_sliding_window(text):
+    yield from _unsupported_runner(vllm_config)
+    mixed = _layer_types(text) & {"sliding_attention", "chunked_attention"}
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and mixed:
         yield "--disable-hybrid-kv-cache-manager with a model that has sliding-window layers"
 
 
-def _has_sliding_window(text_config: Any) -> bool:
-    types = getattr(text_config, "layer_types", None) or ()
-    return any(kind != "full_attention" for kind in types)
+def _unsupported_runner(vllm_config: VllmConfig) -> Iterator[str]:
+    if current_platform.is_cpu() and vllm_config.use_v2_model_runner:
+        yield "the V2 model runner on a CPU (set VLLM_USE_V2_MODEL_RUNNER=0)"
+    if current_platform.is_cuda() and not vllm_config.use_v2_model_runner:
+        yield (
+            "the V1 model runner on a GPU, whose block table may still be on its way to the device "
+            "when a row of it is rewritten (unset VLLM_USE_V2_MODEL_RUNNER; where vLLM chose V1 by "
+            "itself, its log says for which setting)"
+        )
+
+
+def _unsupported_on_gpus(config: CompressionConfig, vllm_config: VllmConfig) -> Iterator[str]:
+    if reason := why_not_on_gpus(config.method):
+        yield reason
+    capability = current_platform.get_device_capability()
+    if capability is None or capability.to_int() < MIN_CAPABILITY:
+        shown = "of no GPU" if capability is None else capability.as_version_str()
+        yield f"compute capability {shown}: 8.0 or newer is needed"
+    attention = vllm_config.attention_config
+    chosen = (attention.backend, attention.backend_per_kind.get("full_attention"))
+    for backend in chosen:
+        if backend is not None and backend.name not in GPU_BACKENDS:
+            yield f"--attention-backend {backend.name}: use {' or '.join(GPU_BACKENDS)}"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        yield "VLLM_BATCH_INVARIANT: how the keys of a row are split follows the batch (unset it)"
+
+
+_STATE_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
+"""Names that Hugging Face configurations give to layers with a recurrent state."""
+
+
+def _layer_types(text_config: Any) -> set[str]:
+    return set(getattr(text_config, "layer_types", None) or ())
+
+
+def _unbound(config: CompressionConfig, vllm_config: VllmConfig) -> Iterator[str]:
+    """Why the method cannot serve this model, as far as that shows before the model is loaded."""
+    try:
+        method = create_method(config)
+        method.bind_model(expected_shape(vllm_config))
+        method.codecs()
+    except ValueError as error:
+        yield str(error)
 
 
 _active: list[CompressionConfig] = []
