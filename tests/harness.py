@@ -144,3 +144,4 @@ def check_idle(engine: Engine) -> None:
     assert not engine.planner._compressed
     assert engine.compressor.state.num_requests == 0
     assert not engine.compressor.state.slot_of_block.any()
+    assert engine.compressor.state.queries.num_requests == 0

@@ -41,7 +41,9 @@ def new_scheduler(engine, *, asynchronous=True, num_blocks=None, **cache):
         num_blocks: of the pool; None takes the engine's.
         **cache: changes of the cache configuration.
     """
-    vllm_config = copy.deepcopy(engine.scheduler.vllm_config)
+    vllm_config = copy.copy(engine.scheduler.vllm_config)
+    for name in ("scheduler_config", "cache_config"):
+        setattr(vllm_config, name, copy.copy(getattr(vllm_config, name)))
     vllm_config.scheduler_config.async_scheduling = asynchronous
     for name, value in cache.items():
         setattr(vllm_config.cache_config, name, value)

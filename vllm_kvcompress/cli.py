@@ -1,8 +1,9 @@
-"""Command line ``vllm-kvcompress``: doctor, verify, methods."""
+"""Command line ``vllm-kvcompress``: doctor, verify, calibrate, methods."""
 
 from __future__ import annotations
 
 import json
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvcompress.config import OPTION_KEYS, CompressionConfig, method_names, parse_config
+
+_COMMANDS = "vllm_kvcompress.commands"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,15 +75,68 @@ def verify(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Option(help="Model folder, or a name in the Hugging Face cache.")],
+    out: Annotated[Path, typer.Option(help="Folder for the artifact, its report and statistics.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text files or folders, as PATH or PATH=SHARE, like what is served; a mix of "
+            "prose, code and languages when not given."
+        ),
+    ] = None,
+    bits: Annotated[float, typer.Option(help="Mean bits of a number that it is made for.")] = 2.5,
+    preset: Annotated[
+        str, typer.Option(help="best; or paper, the published recipe, to be evaluated only.")
+    ] = "best",
+    group_size: Annotated[
+        list[int] | None,
+        typer.Option(help="KV heads that share a transform; several times for several sizes."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text that are looked at.")] = 20_480,
+    plots: Annotated[bool, typer.Option(help="Draw the report's plots (matplotlib).")] = True,
+) -> None:
+    """Make the artifact that the method aatc needs for a model; goes on where it stopped."""
+    from vllm_kvcompress.calibration.run import Settings
+    from vllm_kvcompress.calibration.run import calibrate as run
+    from vllm_kvcompress.calibration.texts import default_sources, read_sources
+
+    settings = Settings(
+        bits=bits, preset=preset, group_sizes=tuple(group_size or ()), num_tokens=tokens
+    )
+    console = Console()
+    try:
+        sources = read_sources(data) if data else default_sources()
+        file = run(model, out, sources, settings, console=console, plots=plots)
+    except ValueError as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from None
+    console.print(f"artifact: {file}; report: {out / 'report.md'}", markup=False)
+
+
+@app.command()
 def methods() -> None:
     """List the methods, their settings and the per-request keys."""
     from vllm_kvcompress.methods.registry import create_method
 
     console = Console()
-    table = Table("method", "what it does", title="--kv-compression METHOD")
+    table = Table(
+        "method",
+        "what it does",
+        "what is left",
+        "needs",
+        "settings",
+        title="--kv-compression METHOD",
+    )
     for name in method_names():
         method = create_method(parse_config(name))
-        table.add_row(name, (type(method).__doc__ or "").strip().splitlines()[0])
+        table.add_row(
+            name,
+            (type(method).__doc__ or "").strip().splitlines()[0],
+            method.size,
+            ", ".join(sorted(signal.value for signal in method.needs)),
+            ", ".join(method.settings),
+        )
     console.print(table)
     table = Table("key", "default", "meaning", title="--kv-compression-config JSON")
     for name, field in CompressionConfig.model_fields.items():
@@ -93,5 +149,12 @@ def methods() -> None:
     console.print(table)
 
 
+def _add_commands() -> None:
+    """Command groups of the packages above, which this one may not import."""
+    for point in sorted(entry_points(group=_COMMANDS), key=lambda point: point.name):
+        app.add_typer(point.load(), name=point.name)
+
+
 def main() -> None:
+    _add_commands()
     app()

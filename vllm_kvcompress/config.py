@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -20,7 +21,9 @@ from vllm_kvcompress.core import RequestOptions
 CONFIG_KEY = "kv_compression"
 """Key in ``additional_config``, and prefix of the per-request keys in ``vllm_xargs``."""
 
-MethodName = Literal["none", "semanticache", "relocate"]
+MethodName = Literal[
+    "none", "semanticache", "selkv", "aatc", "semanticache+aatc", "selkv+aatc", "relocate"
+]
 
 
 class CompressionConfig(BaseModel):
@@ -56,7 +59,38 @@ class CompressionConfig(BaseModel):
         64, ge=2, le=128, description="semanticache: longest chunk; longer runs are cut"
     )
     num_sink_tokens: int = Field(
-        4, ge=0, le=1024, description="semanticache: first tokens, kept as they are"
+        4, ge=0, le=1024, description="all methods: first tokens, kept as they are"
+    )
+    keep: float = Field(
+        0.25, gt=0.02, le=1.0, description="selkv: share of the compressed tokens that is kept"
+    )
+    keep_tokens: int | None = Field(
+        None, ge=16, description="selkv: number of tokens to keep, in place of a share"
+    )
+    observed_queries: int = Field(
+        32, ge=1, le=256, description="selkv: last prompt queries whose attention is looked at"
+    )
+    pool_kernel: int = Field(
+        5, ge=1, le=63, description="selkv: width of the average over neighbours' scores, odd"
+    )
+    heads: Literal["union", "each", "adaptive"] = Field(
+        "union",
+        description="selkv: the KV heads of a layer keep the same tokens, each its own, or "
+        "each its own and as many as its scores are worth",
+    )
+    merge: bool = Field(
+        True, description="selkv: merge values of dropped tokens into kept ones nearby"
+    )
+    alpha: float = Field(
+        0.5, ge=0.0, le=2.0, description="selkv: strength of the bias that makes up for merging"
+    )
+    bits: float = Field(
+        2.5, ge=0.5, le=8.0, description="aatc: mean bits of a coded number, scales not counted"
+    )
+    artifact: str | None = Field(
+        None,
+        description="aatc: folder that `vllm-kvcompress calibrate` wrote for this model; the "
+        "sample model needs none",
     )
 
 
@@ -155,8 +189,6 @@ def _reason(item: ErrorDetails) -> str:
 
 def _allowed(name: str) -> str:
     """What a field accepts, in words, read from the model."""
-    if name == "method":
-        return f"expected one of {_quote(method_names())}"
     field = CompressionConfig.model_fields[name]
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     bounds = [
@@ -165,14 +197,25 @@ def _allowed(name: str) -> str:
         for key, word in words.items()
         if (bound := getattr(item, key, None)) is not None
     ]
-    kind = {int: "an integer", float: "a number"}[field.annotation]  # type: ignore[index]
-    return f"expected {kind} {' and '.join(bounds)}".rstrip()
+    if get_origin(field.annotation) is Literal:
+        return f"expected one of {_quote(get_args(field.annotation))}"
+    kinds = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        NoneType: "null",
+    }
+    types = get_args(field.annotation) or (field.annotation,)
+    allowed = [kinds[kind] for kind in types]
+    allowed[0] = f"{allowed[0]} {' and '.join(bounds)}".rstrip()
+    return f"expected {' or '.join(allowed)}"
 
 
 def request_options(
     extra_args: Mapping[str, Any] | None, config: CompressionConfig
 ) -> RequestOptions:
-    """The server's configuration with the request's ``vllm_xargs`` on top.
+    """What one request asks for in its ``vllm_xargs``.
 
     Args:
         extra_args: ``SamplingParams.extra_args``; keys that do not start with
@@ -188,14 +231,16 @@ def request_options(
         reasons = (_option_reason(key, value, config) for key, value in wrong)
         raise ValueError(f"invalid vllm_xargs: {_all_of(reasons, len(wrong))}")
     method = own.get(CONFIG_KEY, config.method)
-    keep = own.get(f"{CONFIG_KEY}_keep", config.max_keep)
-    threshold = own.get(f"{CONFIG_KEY}_threshold", config.threshold)
-    return RequestOptions(method=str(method), keep=float(keep), threshold=float(threshold))
+    numbers = {
+        name: float(own[key]) if (key := f"{CONFIG_KEY}_{name}") in own else None
+        for name in ("keep", "threshold")
+    }
+    return RequestOptions(method=str(method), **numbers)
 
 
 def _field(key: str) -> str:
     """The setting that a per-request number takes the place of."""
-    return {"keep": "max_keep"}.get(key.removeprefix(f"{CONFIG_KEY}_"), "threshold")
+    return key.removeprefix(f"{CONFIG_KEY}_")
 
 
 def _accepted(key: str, value: Any, config: CompressionConfig) -> bool:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from kvcompress_kernels.code_format import Codes, GroupCodec
+from kvcompress_kernels.code_rows import reference as code_rows
 from kvcompress_kernels.formats import SlabGeometry
 
 KEPT = -1
@@ -29,6 +31,43 @@ class Signal(enum.Enum):
     QUERY_WINDOW = "query_window"
     PROBE_QUERIES = "probe_queries"
     CALIBRATION = "calibration"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The compressed part of a model, as one rank of it sees it.
+
+    Args:
+        model: folder or name of the model.
+        layers: indices in the model of the L compressed layers, ascending.
+        num_heads: query heads of a layer on this rank.
+        num_kv_heads: KV heads of a layer on this rank (``H``).
+        head_size: ``D``.
+        dtype: of the cache.
+        block_size: slots of a block (``N``).
+        rank: which of the ranks this is; the ranks divide the KV heads of the model in order.
+        num_ranks: tensor-parallel ranks.
+        logit_scale: factor of the logits, once the layers are there; None before.
+    """
+
+    model: str
+    layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    block_size: int
+    rank: int = 0
+    num_ranks: int = 1
+    logit_scale: float | None = None
+
+    @property
+    def geometry(self) -> SlabGeometry:
+        return SlabGeometry(len(self.layers), self.num_kv_heads, self.block_size)
+
+    @property
+    def cell_bytes(self) -> int:
+        return self.block_size * 2 * self.head_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -56,14 +95,12 @@ class SlabOverflowError(RuntimeError):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What one request asks for: the server's configuration with the request's own values on top.
+    """What one request asks for; None where the server's configuration applies.
 
     Args:
         method: a registered name.
-        keep: largest share of the compressed tokens that may be kept, (0, 1]; None: no limit of
-            its own.
-        threshold: cosine similarity above which two keys are merged; None where the method has
-            none.
+        keep: share of the compressed tokens that may be kept, (0, 1].
+        threshold: cosine similarity above which two keys are merged.
     """
 
     method: str
@@ -94,37 +131,77 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class LayerView:
-    """The compressed part of one layer's cache, dense.
+    """One layer's cache of a prompt, dense.
 
     Args:
-        keys: ``[H, G, D]``, after RoPE, as the cache holds them.
+        keys: ``[H, G, D]``, the compressed part, after RoPE, as the cache holds them.
         values: ``[H, G, D]``.
-        queries: ``[num_heads, w, D]``, the last ``w`` prompt queries after RoPE, for methods that
-            need `Signal.QUERY_WINDOW`; else None.
+        tail_keys: ``[H, n - G, D]``, keys of the raw tail, for methods that need
+            `Signal.QUERY_WINDOW`; else None.
+        queries: ``[num_heads, w, D]``, after RoPE, of the last ``w`` prompt tokens, for the same
+            methods; else None.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    tail_keys: torch.Tensor | None = None
     queries: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
+class CodedRows:
+    """Coded entries of one group of KV heads."""
+
+    codec: GroupCodec
+    codes: Codes
+
+
+@dataclass(frozen=True)
 class Segment:
-    """What one layer keeps: for each KV head ``h`` a list item of ``m_h`` entries.
+    """What one layer keeps: for each KV head ``h`` a list item of ``m_h`` raw entries, and coded
+    rows, if the method makes some.
 
     Args:
         keys: H tensors ``[m_h, D]``.
         values: H tensors ``[m_h, D]``.
         bias: H float32 tensors ``[m_h]``, added to the logits before the softmax.
+        rows: one item for each group of KV heads, or none.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     bias: list[torch.Tensor]
+    rows: list[CodedRows] = field(default_factory=list)
 
     @property
     def num_entries(self) -> list[int]:
+        """Raw entries of each head."""
         return [k.shape[0] for k in self.keys]
+
+    def num_cells(self, geometry: SlabGeometry, cell_bytes: int) -> int:
+        """Cells that the layer takes."""
+        coded = (
+            -(-part.codes.num_rows // part.codec.layout.rows_per_cell(cell_bytes))
+            for part in self.rows
+        )
+        return sum(map(geometry.cells, self.num_entries)) + sum(coded)
+
+    def dense(self) -> Segment:
+        """The same with every row decoded, rows first, in the data type of the raw entries."""
+        if not self.rows:
+            return self
+        head_size, dtype = self.keys[0].shape[1], self.keys[0].dtype
+        keys, values, bias = [], [], []
+        for part in self.rows:
+            k, v, b = code_rows.decode(part.codes, part.codec, head_size)
+            keys += list(k.to(dtype))
+            values += list(v.to(dtype))
+            bias += [b] * len(k)
+        return Segment(
+            [torch.cat(pair) for pair in zip(keys, self.keys, strict=True)],
+            [torch.cat(pair) for pair in zip(values, self.values, strict=True)],
+            [torch.cat(pair) for pair in zip(bias, self.bias, strict=True)],
+        )
 
 
 @dataclass(frozen=True)
@@ -154,18 +231,25 @@ class PagedPrompt:
         kv_cache: ``[L, B, H, N, 2 * D]``, the pool (`kvcompress_kernels.formats`).
         bias: float32 ``[B, L, H, N]``, the side tensor.
         source: int32 ``[G / N]``, blocks of the prompt in token order.
+        tail: int32 ``[ceil((n - G) / N)]``, blocks of the raw tail, which may hold more tokens
+            than the prompt's.
+        num_tokens: tokens of the prompt (``n``).
         slab: int32 ``[c]``, private blocks, disjoint from ``source``.
         options: the request's options.
         layout: see `PromptView`.
+        queries: ``[L, num_heads, w, D]``, see `LayerView`.
     """
 
     kv_cache: torch.Tensor
     bias: torch.Tensor
     source: torch.Tensor
+    tail: torch.Tensor
+    num_tokens: int
     slab: torch.Tensor
     options: RequestOptions
     layout: TokenLayout | None
     geometry: SlabGeometry
+    queries: torch.Tensor | None = None
 
     @property
     def num_cells(self) -> int:
@@ -178,12 +262,16 @@ class SlabUsage:
 
     Args:
         first_cell: int32 ``[L, H]``.
-        num_entries: int32 ``[L, H]``.
+        num_entries: int32 ``[L, H]``, raw entries.
         num_cells: cells used, counted from cell 0.
         details: small numbers for the log (the threshold that was reached, for instance).
+        first_code_cell: int32 ``[L, groups]``, where coded rows begin; None without any.
+        num_rows: int32 ``[L, groups]``, coded rows.
     """
 
     first_cell: torch.Tensor
     num_entries: torch.Tensor
     num_cells: int
     details: dict[str, float] = field(default_factory=dict)
+    first_code_cell: torch.Tensor | None = None
+    num_rows: torch.Tensor | None = None

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvcompress_kernels.formats import SlabGeometry
-from vllm_kvcompress.core import LayerView, PromptView, RequestOptions, Segment
+from vllm_kvcompress.core import LayerView, ModelShape, PromptView, RequestOptions, Segment
 from vllm_kvcompress.methods.base import Method
 
+_PREFILL = "kvcompress_prefill"
 _ATTENTION = "kvcompress_simulation"
 
 
@@ -25,7 +26,8 @@ class CompressedPrompt:
     """A prefilled and compressed prompt.
 
     Args:
-        segments: L items.
+        segments: L items, decoded.
+        num_cells: cells that the segments take in the slab.
         tail: cache of the raw tail, ``[gap_end, num_tokens)``; grows with what is fed.
         gap_end: tokens that are compressed.
         num_tokens: tokens fed so far; the position of the next one.
@@ -33,6 +35,7 @@ class CompressedPrompt:
     """
 
     segments: list[Segment]
+    num_cells: int
     tail: DynamicCache
     gap_end: int
     num_tokens: int
@@ -51,43 +54,93 @@ class Simulation:
             data type to be simulated.
         method: with its tokenizer bound, if it needs token ids.
         block_size: of the engine that is simulated.
+        name: folder or name of the model, for methods that need an artifact made for it.
+        cache_dtype: of the cache whose cells are counted; the model's by default.
     """
 
-    def __init__(self, model: Any, method: Method, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        method: Method,
+        block_size: int,
+        name: str = "",
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self._model = model
         self._method = method
-        self._block_size = block_size
+        config = model.config
+        self._shape = ModelShape(
+            model=name or config.name_or_path,
+            layers=tuple(range(config.num_hidden_layers)),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
+            dtype=cache_dtype or model.dtype,
+            block_size=block_size,
+            logit_scale=_logit_scale(model),
+        )
+        method.bind_model(self._shape)
         self._segments: list[Segment] | None = None
-        AttentionInterface.register(_ATTENTION, self._attend)
+        self._queries: list[torch.Tensor] = []
 
     @torch.inference_mode()
     def prefill(self, token_ids: list[int], options: RequestOptions) -> CompressedPrompt:
         """Feed a prompt with full attention, then compress all but its recent window."""
         cache = DynamicCache(config=self._model.config)
-        self._model.set_attn_implementation("sdpa")
+        self._queries = []
+        AttentionInterface.register(_PREFILL, self._observe)
+        self._model.set_attn_implementation(_PREFILL)
         output = self._model(
             torch.tensor([token_ids]), past_key_values=cache, use_cache=True, logits_to_keep=1
         )
-        window = self._method.config.window
-        gap_end = (len(token_ids) - window) // self._block_size * self._block_size
         layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-        num_kv_heads = layers[0][0].shape[0]
-        geometry = SlabGeometry(len(layers), num_kv_heads, self._block_size)
+        return self.compress(token_ids, layers, self._queries, output.logits[0, -1], options)
+
+    @torch.inference_mode()
+    def compress(
+        self,
+        token_ids: list[int],
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        queries: list[torch.Tensor],
+        logits: torch.Tensor,
+        options: RequestOptions,
+    ) -> CompressedPrompt:
+        """Compress a prompt whose cache is at hand; it is left as it is.
+
+        Args:
+            token_ids: of the prompt, ``n``.
+            layers: L pairs of keys and values, each ``[H, n, D]``, after RoPE.
+            queries: L tensors ``[num_heads, w, D]``, of the last ``w`` tokens.
+            logits: ``[vocab]``, of the last token.
+        """
+        geometry = self._shape.geometry
+        block_size = geometry.block_size
+        gap_end = (len(token_ids) - self._method.config.window) // block_size * block_size
         layout = self._method.layout(np.asarray(token_ids[:gap_end], dtype=np.int64))
         budget = self._method.budget(gap_end, layout, options.keep, geometry)
         prompt = PromptView(
-            layers=[LayerView(k[:, :gap_end], v[:, :gap_end]) for k, v in layers],
+            layers=[
+                LayerView(k[:, :gap_end], v[:, :gap_end], k[:, gap_end:], q)
+                for (k, v), q in zip(layers, queries, strict=True)
+            ],
             options=options,
             layout=layout,
             geometry=geometry,
             num_cells=budget.num_blocks * geometry.cells_per_block,
         )
         segments = list(self._method.compress_prompt(prompt))
+        num_cells = sum(s.num_cells(geometry, self._shape.cell_bytes) for s in segments)
         tail = DynamicCache(config=self._model.config)
         for index, (keys, values) in enumerate(layers):
             tail.update(keys[None, :, gap_end:], values[None, :, gap_end:], index)
         return CompressedPrompt(
-            segments, tail, gap_end, len(token_ids), output.logits[0, -1].float()
+            [segment.dense() for segment in segments],
+            num_cells,
+            tail,
+            gap_end,
+            len(token_ids),
+            logits.float(),
         )
 
     @torch.inference_mode()
@@ -98,6 +151,7 @@ class Simulation:
             float32 ``[len(token_ids), vocab]``, logits after each of them.
         """
         self._segments = prompt.segments
+        AttentionInterface.register(_ATTENTION, self._attend)
         self._model.set_attn_implementation(_ATTENTION)
         start = prompt.num_tokens
         output = self._model(
@@ -109,6 +163,20 @@ class Simulation:
         self._segments = None
         prompt.num_tokens += len(token_ids)
         return output.logits[0].float()
+
+    def _observe(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Plain causal attention that keeps the last queries."""
+        last = self._method.config.observed_queries
+        self._queries.append(query[0, :, -last:].clone())
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def _attend(
         self,
@@ -139,3 +207,9 @@ class Simulation:
             logits[:, num_entries:].masked_fill_(future, float("-inf"))
             outputs.append(logits.softmax(-1).to(values.dtype) @ values)
         return torch.stack(outputs, dim=1)[None], None
+
+
+def _logit_scale(model: Any) -> float | None:
+    """Factor of the logits in the attention layers; None where they do not say."""
+    scales = {module.scaling for module in model.modules() if hasattr(module, "scaling")}
+    return scales.pop() if len(scales) == 1 else None

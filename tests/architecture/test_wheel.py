@@ -40,7 +40,7 @@ def test_everything_that_the_packages_need_is_in_it(wheel: zipfile.ZipFile) -> N
     wanted = set()
     for root in (ROOT, ROOT / "kernels", ROOT / "serving"):
         for package in PACKAGES:
-            for pattern in ("*.py", "*.cpp", "*.h", "py.typed", "*.txt"):
+            for pattern in ("*.py", "*.cpp", "*.h", "py.typed", "*.txt", "*.safetensors", "*.html"):
                 files = (root / package).rglob(pattern)
                 wanted |= {str(path.relative_to(root)) for path in files}
     assert "kvcompress_serving/data/origin_of_species.txt" in wanted
@@ -53,6 +53,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
         entry_points
     )
     assert "vllm-kvcompress = vllm_kvcompress.cli:main" in entry_points
+    assert "eval = kvcompress_serving.evaluation.cli:app" in entry_points
 
 
 def test_a_plain_install_brings_neither_vllm_nor_torch(wheel: zipfile.ZipFile) -> None:

@@ -16,6 +16,7 @@ from vllm_kvcompress.config import (
     parse_config,
     request_options,
 )
+from vllm_kvcompress.core import RequestOptions
 from vllm_kvcompress.methods.registry import create_method
 
 CONFIG = parse_config("semanticache")
@@ -59,6 +60,15 @@ def test_errors_name_field_value_and_what_is_allowed(raw, words):
         assert word in str(error.value)
 
 
+def test_every_setting_is_read_by_the_engine_or_a_method():
+    engine = {"method", "window", "min_prompt_tokens", "min_output_tokens"}
+    methods = {
+        name for method in method_names() for name in create_method(parse_config(method)).settings
+    }
+    assert not engine & methods
+    assert engine | methods == set(CompressionConfig.model_fields)
+
+
 def test_all_errors_come_at_once():
     with pytest.raises(ValueError) as error:  # noqa: PT011
         parse_config({"method": "nope", "window": -1, "max_chunk": 1, "x": 1})
@@ -72,7 +82,7 @@ def test_request_values_win():
     )
     assert (options.method, options.keep, options.threshold) == ("semanticache", 0.25, 0.5)
     assert request_options({"kv_compression": "none"}, CONFIG).method == "none"
-    assert request_options(None, CONFIG).keep == CONFIG.max_keep
+    assert request_options(None, CONFIG) == RequestOptions("semanticache")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +140,6 @@ def test_any_request_is_read_or_refused_in_one_way(xargs):
         message = str(error)
     else:
         message = "invalid vllm_xargs: "
-        assert 0.02 < options.keep <= 1
-        assert 0 < options.threshold < 1
+        assert options.keep is None or 0.02 < options.keep <= 1
+        assert options.threshold is None or 0 < options.threshold < 1
     assert message.startswith("invalid vllm_xargs: ")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 import torch
 
@@ -61,6 +62,31 @@ def token_ids(model_path: Path, texts: str) -> list[int]:
     from tokenizers import Tokenizer
 
     return list(Tokenizer.from_file(str(model_path / "tokenizer.json")).encode(texts).ids)
+
+
+def _dispositions() -> dict[str, float]:
+    """Requests compressed, and left alone by reason."""
+    found: dict[str, float] = {}
+    for family in prometheus_client.REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name == "vllm_kvcompress:requests_compressed_total":
+                found["compressed"] = found.get("compressed", 0) + sample.value
+            if sample.name == "vllm_kvcompress:requests_bypassed_total":
+                reason = sample.labels["reason"]
+                found[reason] = found.get(reason, 0) + sample.value
+    return found
+
+
+@pytest.fixture
+def changes() -> Callable[[], dict[str, float]]:
+    """How many requests were compressed, and left alone by reason, since the test began."""
+    before = _dispositions()
+
+    def changes() -> dict[str, float]:
+        after = {k: v - before.get(k, 0) for k, v in _dispositions().items()}
+        return {k: v for k, v in after.items() if v}
+
+    return changes
 
 
 def pytest_configure() -> None:

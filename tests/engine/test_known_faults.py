@@ -6,6 +6,7 @@ The numbers are those of R-KV's list of thirteen faults in its vLLM integration.
 from __future__ import annotations
 
 import ast
+import json
 import random
 import re
 from pathlib import Path
@@ -202,28 +203,34 @@ def test_08_trigger(play, token_ids, asynchronous):
 
 @BOTH
 def test_09_observation(play, token_ids, asynchronous, monkeypatch):
-    """Where a method wants the last queries, each prompt's last chunk is named, once, also in
-    batches that hold decodes and chunks of other prompts."""
+    """Where a method wants the last queries, those of each prompt are named once, in whichever
+    chunks they are, also in batches that hold decodes and chunks of other prompts."""
     player = play(asynchronous)
-    method = player.scheduler.planner._method
-    monkeypatch.setattr(type(method), "needs", frozenset({Signal.QUERY_WINDOW}))
-    prompts, computed, observed = {}, {}, []
+    planner = player.scheduler.planner
+    monkeypatch.setattr(type(planner._method), "needs", frozenset({Signal.QUERY_WINDOW}))
+    prompts, computed, observed = {}, {}, {}
     for i, length in enumerate((500, 257, 129, 384)):
         prompts[player.add(token_ids[i * 600 :][:length], 60)] = length
     schedule = player.scheduler.schedule
 
     def watch():
         output = schedule()
+        starts = dict(computed)
         for name, num_tokens in output.num_scheduled_tokens.items():
             computed[name] = computed.get(name, 0) + num_tokens
-        for name in getattr(output, ATTRIBUTE).observe:
-            assert computed[name] == prompts[name]
-            observed.append(name)
+        for order in getattr(output, ATTRIBUTE).observe:
+            name = order.request_id
+            assert starts.get(name, 0) + order.offset == order.start
+            assert order.stop <= computed[name]
+            assert order.end - order.first == planner.num_queries
+            observed.setdefault(name, []).extend(range(order.start, order.stop))
         return output
 
     monkeypatch.setattr(player.scheduler, "schedule", watch)
     player.drain()
-    assert sorted(observed) == sorted(prompts)
+    assert observed == {
+        name: list(range(length - planner.num_queries, length)) for name, length in prompts.items()
+    }
 
 
 def test_10_slots(make_engine, tiny_model, token_ids):
@@ -267,9 +274,10 @@ def test_11_resumed_on_cached_blocks(play, token_ids, asynchronous, after):
 def test_12_defaults():
     """The table of settings in the README is what the code does."""
     readme = (TESTS.parent / "README.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", readme, re.MULTILINE))
+    table = readme.split("| setting | default | |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
     defaults = parse_config("semanticache").model_dump(exclude={"method"})
-    assert {name: float(value) for name, value in rows.items()} == defaults
+    assert {name: json.loads(value) for name, value in rows} == defaults
 
 
 @pytest.mark.parametrize("how", ["finished", "aborted"])

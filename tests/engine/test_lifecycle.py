@@ -18,8 +18,10 @@ CONFIG = {
 SHORT = {"max_model_len": 592}
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("method", ["semanticache", "relocate"])
+@pytest.mark.parametrize(
+    ("method", "seed"),
+    [(m, s) for m in ("semanticache", "relocate") for s in range(4)] + [("selkv", 0), ("selkv", 1)],
+)
 def test_random_life(make_engine, tiny_model, token_ids, method, seed):
     """A tight pool, shared prefixes, ``n`` children, aborts: invariants after every step."""
     rng = random.Random(seed)

@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-import prometheus_client
 import pytest
 from harness import BLOCK_SIZE, check_idle
 from vllm.sampling_params import StructuredOutputsParams
 
 CONFIG = {"method": "semanticache", "min_prompt_tokens": 64, "window": 32, "threshold": 0.7}
 RELOCATE = {"method": "relocate", "min_prompt_tokens": 64, "window": 32}
-
-
-def dispositions() -> dict[str, float]:
-    """Requests compressed, and left alone by reason."""
-    found: dict[str, float] = {}
-    for family in prometheus_client.REGISTRY.collect():
-        for sample in family.samples:
-            if sample.name == "vllm_kvcompress:requests_compressed_total":
-                found["compressed"] = found.get("compressed", 0) + sample.value
-            if sample.name == "vllm_kvcompress:requests_bypassed_total":
-                reason = sample.labels["reason"]
-                found[reason] = found.get(reason, 0) + sample.value
-    return found
-
-
-@pytest.fixture
-def changes():
-    """Dispositions since the fixture was made."""
-    before = dispositions()
-
-    def changes() -> dict[str, float]:
-        after = {k: v - before.get(k, 0) for k, v in dispositions().items()}
-        return {k: v for k, v in after.items() if v}
-
-    return changes
 
 
 @pytest.fixture

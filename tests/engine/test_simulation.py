@@ -45,8 +45,13 @@ class ForceTokens(AdapterLogitsProcessor):
         ({"method": "semanticache"}, 0, 1500),
         ({"method": "semanticache", "threshold": 0.9, "max_keep": 0.4}, 4000, 1200),
         ({"method": "relocate"}, 9000, 900),
+        ({"method": "selkv"}, 2000, 1210),
+        ({"method": "selkv", "keep": 0.5, "heads": "each", "merge": False}, 6000, 800),
+        ({"method": "aatc"}, 1000, 1300),
+        ({"method": "selkv+aatc", "keep": 0.5}, 500, 1100),
+        ({"method": "semanticache+aatc", "bits": 3.0}, 3000, 1000),
     ],
-    ids=["default", "relaxed-to-fit", "relocate"],
+    ids=lambda value: value["method"] if isinstance(value, dict) else "",
 )
 def test_same_entries_and_next_tokens(
     make_engine, model_path, token_ids, record_property, config, start, num_tokens
@@ -62,7 +67,12 @@ def test_same_entries_and_next_tokens(
     while engine.engine.has_unfinished_requests():
         engine.step()
         if engine.compressor.state.num_requests and entries is None:
-            entries = engine.compressor.state.num_entries[1].clone().long()
+            state = engine.compressor.state
+            entries = state.num_entries[1].long()
+            if state.codecs:
+                per_group = entries.shape[1] // state.num_rows.shape[2]
+                entries = entries + state.num_rows[1].repeat_interleave(per_group, dim=1)
+            entries = entries.clone()
     # the first of them comes from the prefill, the others from the compressed cache
     ours = torch.stack(RECORDED)[1:]
 

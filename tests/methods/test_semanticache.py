@@ -93,13 +93,15 @@ class Case:
             cell_values(cells).copy_(values[:, :, of])
         options = RequestOptions("semanticache", keep, threshold)
         self.paged = PagedPrompt(
-            kv_cache,
-            torch.full((count + num_blocks, layers, heads, block_size), math.nan),
-            torch.arange(num_blocks, num_blocks + count, dtype=torch.int32),
-            torch.arange(num_blocks, dtype=torch.int32).flip(0),
-            options,
-            layout,
-            geometry,
+            kv_cache=kv_cache,
+            bias=torch.full((count + num_blocks, layers, heads, block_size), math.nan),
+            source=torch.arange(num_blocks, num_blocks + count, dtype=torch.int32),
+            tail=torch.empty(0, dtype=torch.int32),
+            num_tokens=count * block_size,
+            slab=torch.arange(num_blocks, dtype=torch.int32).flip(0),
+            options=options,
+            layout=layout,
+            geometry=geometry,
         )
         views = [LayerView(k, v) for k, v in zip(keys, values, strict=True)]
         self.dense = PromptView(views, options, layout, geometry, self.paged.num_cells)

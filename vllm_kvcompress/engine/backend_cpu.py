@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvcompress_kernels.coded_attention.api import coded_attention
 from kvcompress_kernels.segment_attention.api import segment_attention
 from vllm_kvcompress.engine.spec import compressed_spec
 from vllm_kvcompress.engine.state import LayerState
@@ -120,6 +121,9 @@ class CompressionCPUImpl(CPUAttentionBackendImpl):
     compression: ClassVar[LayerState | None] = None
     """Set on the instances of compressible layers once the KV cache exists."""
 
+    has_gpu_cells: ClassVar[bool] = False
+    """How the cells of the pool are laid out (`kvcompress_kernels.formats`)."""
+
     def forward(
         self,
         layer: Any,
@@ -132,29 +136,64 @@ class CompressionCPUImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        compression = self.compression
+        if compression is not None and attn_metadata is not None:
+            queries = compression.state.queries
+            queries.record(compression.layer, query, attn_metadata.query_start_loc)
         host = super().forward
         rest = (layer, query, key, value, kv_cache, attn_metadata, output)
         if not isinstance(attn_metadata, CompressionCPUMetadata):
             return host(*rest, output_scale, output_block_scale)
         if attn_metadata.has_other_rows:
             host(*rest, output_scale, output_block_scale)
-        compression = self.compression
         assert compression is not None
-        state = compression.state
-        segment_attention(
-            query=query,
-            output=output,
-            kv_cache=state.kv_cache,
-            bias=state.bias,
-            layer=compression.layer,
-            block_table=attn_metadata.block_table,
-            seq_lens=attn_metadata.true_seq_lens,
-            query_start_loc=attn_metadata.query_start_loc,
-            rows=attn_metadata.compressed_rows,
-            slot_of_block=state.slot_of_block,
-            gap_end=state.gap_end,
-            first_cell=state.first_cell,
-            num_entries=state.num_entries,
-            scale=self.scale,
-        )
+        _attend(query, output, attn_metadata, compression, self.scale)
         return output
+
+
+def _attend(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    metadata: CompressionCPUMetadata,
+    compression: LayerState,
+    scale: float,
+) -> None:
+    """Attention of the compressed rows: over their coded rows, if any, then over the rest."""
+    state = compression.state
+    partial_output = partial_log_sum = None
+    if state.codecs:
+        partial_output = torch.empty(query.shape, dtype=torch.float32)
+        partial_log_sum = torch.empty(query.shape[:2], dtype=torch.float32)
+        coded_attention(
+            query=query,
+            output=partial_output,
+            log_sum=partial_log_sum,
+            kv_cache=state.kv_cache,
+            layer=compression.layer,
+            block_table=metadata.block_table,
+            query_start_loc=metadata.query_start_loc,
+            rows=metadata.compressed_rows,
+            slot_of_block=state.slot_of_block,
+            first_cell=state.first_code_cell,
+            num_rows=state.num_rows,
+            codecs=state.codecs[compression.layer],
+            scale=scale,
+        )
+    segment_attention(
+        query=query,
+        output=output,
+        kv_cache=state.kv_cache,
+        bias=state.bias,
+        layer=compression.layer,
+        block_table=metadata.block_table,
+        seq_lens=metadata.true_seq_lens,
+        query_start_loc=metadata.query_start_loc,
+        rows=metadata.compressed_rows,
+        slot_of_block=state.slot_of_block,
+        gap_end=state.gap_end,
+        first_cell=state.first_cell,
+        num_entries=state.num_entries,
+        scale=scale,
+        partial_output=partial_output,
+        partial_log_sum=partial_log_sum,
+    )

@@ -18,6 +18,7 @@ import vllm_kvcompress
 from kvcompress_kernels import build, formats
 from kvcompress_kernels.segment_attention.api import segment_attention
 from vllm_kvcompress.engine import compat
+from vllm_kvcompress.methods.gpu import MIN_CAPABILITY
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def examine() -> Iterator[Check]:
     yield _version("triton")
     yield _command()
     yield _plugin()
-    for finding in compat.probe():
+    on_gpu = torch.version.cuda is not None
+    for finding in compat.probe(gpu=on_gpu):
         yield Check(
             finding.name,
             finding.problem or "as expected",
@@ -47,6 +49,10 @@ def examine() -> Iterator[Check]:
             if finding.problem
             else "",
         )
+    if on_gpu:
+        yield from _gpu()
+        return
+    yield Check("gpu", "not used: this torch is a build for CPUs")
     yield Check("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")
     yield _compiler()
     yield _kernels()
@@ -118,8 +124,54 @@ def _kernels() -> Check:
     return Check("CPU kernels", f"{found}, error {error:.1e}")
 
 
-def _self_test() -> float:
-    """Largest error of a float32 segment of 40 entries with a bias and a raw tail of 5 tokens."""
+def _gpu() -> Iterator[Check]:
+    """Device, runner, layout, and one small attention by the Triton kernel."""
+    if not torch.cuda.is_available():
+        yield Check(
+            "gpu",
+            "torch is a build for CUDA and finds no device",
+            "look at nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES; on a machine "
+            "without a GPU install the CPU builds of vLLM and torch",
+        )
+        return
+    properties = torch.cuda.get_device_properties(0)
+    found = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+    old = 10 * properties.major + properties.minor < MIN_CAPABILITY
+    yield Check("gpu", found, "compute capability 8.0 or newer is needed" if old else "")
+    yield _gpu_runner()
+    chosen = os.environ.get("VLLM_KV_CACHE_LAYOUT")
+    yield Check("gpu layout", f"{chosen or 'chosen by vLLM'}; the kernels read all of them")
+    yield _gpu_kernels()
+
+
+def _gpu_runner() -> Check:
+    """Which model runner vLLM is told to use; by itself it takes V2 for all that is supported."""
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1") in ("", "1"):
+        return Check("gpu runner", "V2")
+    return Check("gpu runner", "V1 by VLLM_USE_V2_MODEL_RUNNER", "unset VLLM_USE_V2_MODEL_RUNNER")
+
+
+def _gpu_kernels() -> Check:
+    started = time.perf_counter()
+    try:
+        error = _self_test(torch.device("cuda"))
+    # Triton raises whatever its compiler and the driver raise
+    except Exception as failure:  # noqa: BLE001
+        return Check(
+            "GPU kernels",
+            f"failed: {type(failure).__name__}: {failure}",
+            "pip install the triton that torch asks for; a C compiler is needed as well",
+        )
+    found = f"ready in {time.perf_counter() - started:.1f} s, error {error:.1e}"
+    return Check("GPU kernels", found, "report this GPU" if error > 1e-5 else "")
+
+
+def _self_test(device: torch.device | None = None) -> float:
+    """Largest error of a float32 segment of 40 entries with a bias and a raw tail of 5 tokens.
+
+    Args:
+        device: where the GPU's kernel runs; None for the CPU's.
+    """
     generator = torch.Generator().manual_seed(0)
     num_entries, num_tail, block_size, head_size = 40, 5, 32, 64
     gap_end, num_blocks = 4 * block_size, 8
@@ -141,16 +193,20 @@ def _self_test() -> float:
         torch.zeros(num_tail),
     )
     query = torch.randn(1, 2, head_size, generator=generator)
-    output = torch.empty_like(query)
+    if device is not None:
+        pool = formats.gpu_pool(torch.empty_like(kv_cache))
+        formats.copy_cpu_cells(kv_cache, pool)
+        kv_cache = pool.to(device)
+    output = torch.empty_like(query, device=device)
 
     def table(values: object) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32)
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
     segment_attention(
-        query=query,
+        query=query.to(output.device),
         output=output,
         kv_cache=kv_cache,
-        bias=bias,
+        bias=bias.to(output.device),
         layer=0,
         block_table=table([[1, 2, 0, 0, 3]]),
         seq_lens=table([gap_end + num_tail]),
@@ -161,7 +217,8 @@ def _self_test() -> float:
         first_cell=table([[[0]], [[0]]]),
         num_entries=table([[[0]], [[num_entries]]]),
         scale=head_size**-0.5,
+        impl="cpu" if device is None else "triton",
     )
     logits = query[0] @ keys.T * head_size**-0.5
     logits[:, :num_entries] += entry_bias
-    return float((logits.softmax(-1) @ values - output[0]).abs().max())
+    return float((logits.softmax(-1) @ values - output[0].cpu()).abs().max())

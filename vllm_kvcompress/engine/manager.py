@@ -64,12 +64,12 @@ class CompressedManager(FullAttentionManager):
 
     def begin(
         self, request_id: str, sequence: int, num_gap_blocks: int, num_slab_blocks: int
-    ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
+    ) -> tuple[list[KVCacheBlock], list[KVCacheBlock], list[KVCacheBlock]]:
         """Replace the first ``num_gap_blocks`` blocks by a fresh slab and null blocks.
 
         Returns:
             The old blocks, which stay allocated until the caller frees them or `rollback` puts
-            them back, and the slab.
+            them back; the slab; and the blocks behind it, which stay as they are.
         """
         assert request_id not in self.compressed
         assert 0 < num_slab_blocks <= num_gap_blocks
@@ -82,7 +82,7 @@ class CompressedManager(FullAttentionManager):
             *[self._null_block] * (num_gap_blocks - num_slab_blocks),
         ]
         self.compressed[request_id] = CompressedState(sequence, num_slab_blocks, num_gap_blocks)
-        return old, slab
+        return old, slab, blocks[num_gap_blocks:]
 
     def commit(self, request_id: str, sequence: int, num_used_blocks: int) -> int:
         """Give back the slab blocks past ``num_used_blocks``.

@@ -25,6 +25,27 @@ ATTRIBUTE = "kv_compression"
 
 
 @dataclass(frozen=True)
+class Observation:
+    """Keep the queries of tokens ``[start, stop)`` of one request, all computed in this step.
+
+    Args:
+        request_id: vLLM's internal request id.
+        offset: of token ``start`` among the request's tokens of this step.
+        start: position of the first token.
+        stop: position after the last token.
+        first: position of the first token that is to be kept of this request, over all steps.
+        end: number of tokens of the prompt; the last one to be kept comes before it.
+    """
+
+    request_id: str
+    offset: int
+    start: int
+    stop: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Compress the tokens ``[0, gap_end)`` of one request at the start of this step.
 
@@ -32,8 +53,10 @@ class Plan:
         sequence: number of the plan, never used twice in an engine.
         request_id: vLLM's internal request id.
         source: block ids that hold the tokens, in token order, ``gap_end / block_size`` of them.
+        tail: block ids of the tokens ``[gap_end, num_tokens)``.
         slab: fresh private block ids, in order.
         gap_end: number of tokens that are compressed, a multiple of the block size.
+        num_tokens: tokens of the prompt, ``n``; those from ``gap_end`` on stay as they are.
         options: method and settings for this request.
         layout: token layout, if the method needs one.
     """
@@ -41,8 +64,10 @@ class Plan:
     sequence: int
     request_id: str
     source: list[int]
+    tail: list[int]
     slab: list[int]
     gap_end: int
+    num_tokens: int
     options: RequestOptions
     layout: TokenLayout | None = None
 
@@ -52,13 +77,13 @@ class CompressionStep:
     """Orders of one step, executed in the order release, compress, forward pass.
 
     Args:
-        observe: requests whose last prompt chunk runs in this step; the attention layers keep
-            their last queries, if the method needs `Signal.QUERY_WINDOW`.
+        observe: queries to keep, if the method needs `Signal.QUERY_WINDOW`.
         compress: plans, in the order in which their blocks were taken.
-        release: requests that ended or lost their blocks; their state is forgotten.
+        release: requests that ended or lost their blocks, or whose queries are not needed any
+            more; their state is forgotten.
     """
 
-    observe: tuple[str, ...] = ()
+    observe: tuple[Observation, ...] = ()
     compress: tuple[Plan, ...] = ()
     release: tuple[str, ...] = ()
 

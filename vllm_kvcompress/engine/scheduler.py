@@ -28,7 +28,14 @@ from vllm_kvcompress.config import CONFIG_KEY, CompressionConfig, parse_config, 
 from vllm_kvcompress.core import IncompressibleError, RequestOptions, Signal, TokenLayout
 from vllm_kvcompress.engine.manager import CompressedManager
 from vllm_kvcompress.engine.metrics import CompressionMetrics
-from vllm_kvcompress.engine.protocol import ATTRIBUTE, CompressionStep, Plan, Report
+from vllm_kvcompress.engine.protocol import (
+    ATTRIBUTE,
+    CompressionStep,
+    Observation,
+    Plan,
+    Report,
+)
+from vllm_kvcompress.engine.shape import model_shape
 from vllm_kvcompress.methods.base import Method
 from vllm_kvcompress.methods.registry import create_method
 
@@ -47,6 +54,7 @@ class _Candidate:
         retry_step: scheduler step before which nothing is tried.
         reason: why the last attempt came to nothing; None before the first.
         layout: of the first ``num_tokens`` tokens, kept between attempts.
+        observed: tokens of the prompt whose last queries the worker keeps; 0: it keeps none.
     """
 
     options: RequestOptions
@@ -54,6 +62,7 @@ class _Candidate:
     reason: str | None = None
     layout: TokenLayout | None = None
     num_tokens: int = 0
+    observed: int = 0
 
 
 class Planner:
@@ -87,13 +96,26 @@ class Planner:
         self._candidates: dict[str, _Candidate] = {}
         self._compressed: dict[str, RequestOptions] = {}
         self._held: dict[int, tuple[Plan, list[KVCacheBlock]]] = {}
+        self._unobserved: list[str] = []
         self._sequence = itertools.count(1)
         self._step = 0
 
+    @property
+    def num_queries(self) -> int:
+        """Queries at the end of a prompt that the method has to see."""
+        return self._config.observed_queries if Signal.QUERY_WINDOW in self._method.needs else 0
+
+    def num_cacheable(self, request: Request) -> int:
+        """How many tokens of a request may come from the prefix cache.
+
+        The queries of cached tokens are not computed, so the last ones have to be. One token always
+        is, since something has to be sampled from.
+        """
+        needed = self.num_queries if request.request_id in self._candidates else 1
+        return max(request.num_tokens - needed, 0)
+
     def add(self, request: Request) -> None:
         """A request has arrived: note it as a candidate, or count why it is none."""
-        if request.request_id in self._candidates or request.request_id in self._compressed:
-            return  # next input of a streaming session
         try:
             params = request.sampling_params
             options = request_options(params and params.extra_args, self._config)
@@ -117,7 +139,7 @@ class Planner:
             return "streaming_input"
         if request.mm_features:
             return "multimodal"
-        if request.prompt_token_ids is None:
+        if request.prompt_embeds is not None or request.prompt_token_ids is None:
             return "prompt_embeds"
         if request.num_prompt_tokens < self._config.min_prompt_tokens:
             return "short_prompt"
@@ -128,32 +150,33 @@ class Planner:
     def plan(self, output: SchedulerOutput) -> CompressionStep:
         """Called right after vLLM has scheduled a step: the orders that ride on it."""
         self._step += 1
-        release = tuple(self._manager.take_released())
+        release = self._manager.take_released()
         for request_id in release:
             # preempted: it is prefilled again, and compressed again; finished: dropped below
             options = self._compressed.pop(request_id, None)
             if options is not None:
                 self._candidates[request_id] = _Candidate(options, reason="compressed_before")
         for request_id in output.finished_req_ids:
-            candidate = self._candidates.pop(request_id, None)
-            if candidate is not None and candidate.reason != "compressed_before":
-                self._bypass(candidate.reason or "finished_early")
+            candidate = self._candidates.get(request_id)
+            if candidate is not None:
+                self._discard(request_id, candidate.reason or "finished_early")
 
         observe, plans = [], []
-        wants_queries = Signal.QUERY_WINDOW in self._method.needs
         joining = {new.req_id for new in output.scheduled_new_reqs}
         joining |= output.scheduled_cached_reqs.resumed_req_ids
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             if request_id not in self._candidates:
                 continue
             request = self._requests(request_id)
-            if request.is_prefill_chunk:
-                continue
             # num_computed_tokens already counts this step
             num_computed = request.num_computed_tokens - num_scheduled
-            if num_scheduled > 1 or num_computed < request.num_prompt_tokens:
-                if wants_queries:
-                    observe.append(request_id)
+            if (
+                request.is_prefill_chunk
+                or num_scheduled > 1
+                or (num_computed < request.num_prompt_tokens)
+            ):
+                if self.num_queries and (order := self._observe(request, num_computed)):
+                    observe.append(order)
                 continue
             if request_id in joining:
                 continue  # resumed on cached blocks: the worker gets its list with this very step
@@ -162,7 +185,22 @@ class Planner:
             if plan := self._try(request, num_computed):
                 plans.append(plan)
         self._metrics.slab_blocks.set(self._manager.num_slab_blocks)
-        return CompressionStep(tuple(observe), tuple(plans), release)
+        release += self._unobserved
+        self._unobserved = []
+        return CompressionStep(tuple(observe), tuple(plans), tuple(release))
+
+    def _observe(self, request: Request, num_computed: int) -> Observation | None:
+        """Which queries of this step to keep: those of the last tokens before the first new one.
+
+        Of a request that was preempted, the tokens that it had generated are part of the prompt.
+        """
+        end = request.num_tokens
+        first = max(end - self.num_queries, 0)
+        start, stop = max(num_computed, first), min(request.num_computed_tokens, end)
+        if start >= stop:
+            return None
+        self._candidates[request.request_id].observed = end
+        return Observation(request.request_id, start - num_computed, start, stop, first, end)
 
     def _try(self, request: Request, num_computed: int) -> Plan | None:
         """Plan one request whose first ``num_computed`` tokens are in the cache."""
@@ -171,13 +209,15 @@ class Planner:
             return None
         remaining = request.max_tokens - request.num_output_tokens
         if remaining < self._config.min_output_tokens:
-            return self._drop(request, "short_output")
+            return self._discard(request.request_id, "short_output")
         block_size = self._geometry.block_size
         known = min(num_computed, request.num_tokens)
+        if self.num_queries:
+            known = min(known, candidate.observed)
         num_gap_blocks = (known - self._config.window) // block_size
         gap_end = num_gap_blocks * block_size
         if num_gap_blocks < 1:
-            return self._drop(request, "short_prompt")
+            return self._discard(request.request_id, "short_prompt")
         options = candidate.options
         try:
             if candidate.num_tokens != gap_end:
@@ -186,7 +226,7 @@ class Planner:
                 candidate.num_tokens = gap_end
             budget = self._method.budget(gap_end, candidate.layout, options.keep, self._geometry)
         except IncompressibleError as error:
-            return self._drop(request, error.reason)
+            return self._discard(request.request_id, error.reason)
         num_slab_blocks = budget.num_blocks
         if self._method.reclaims:
             exclusive = self._manager.num_exclusive_blocks(request.request_id, num_gap_blocks)
@@ -196,15 +236,17 @@ class Planner:
             return self._postpone(candidate, "no_free_blocks")
 
         sequence = next(self._sequence)
-        old, slab = self._manager.begin(
+        old, slab, tail = self._manager.begin(
             request.request_id, sequence, num_gap_blocks, num_slab_blocks
         )
         plan = Plan(
             sequence=sequence,
             request_id=request.request_id,
             source=[block.block_id for block in old],
+            tail=[block.block_id for block in tail[: -(-(known - gap_end) // block_size)]],
             slab=[block.block_id for block in slab],
             gap_end=gap_end,
+            num_tokens=known,
             options=options,
             layout=candidate.layout,
         )
@@ -213,8 +255,11 @@ class Planner:
         self._compressed[request.request_id] = options
         return plan
 
-    def _drop(self, request: Request, reason: str) -> None:
-        candidate = self._candidates.pop(request.request_id)
+    def _discard(self, request_id: str, reason: str) -> None:
+        """A request will not be compressed any more."""
+        candidate = self._candidates.pop(request_id)
+        if candidate.observed:
+            self._unobserved.append(request_id)
         if candidate.reason != "compressed_before":
             self._bypass(reason)
 
@@ -287,16 +332,37 @@ class Planner:
         )
 
 
+class _Shortened:
+    """A request as the prefix cache sees it when it may serve ``limit`` tokens at most.
+
+    vLLM looks for one token less than the request has.
+    """
+
+    def __init__(self, request: Request, limit: int) -> None:
+        self._request = request
+        self.num_tokens = limit + 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
 class _CompressionMixin(Scheduler):
     """What both schedulers add."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.planner = _create_planner(self)
+        if self.planner.num_queries:
+            original = self.kv_cache_manager.get_computed_blocks
+            self.kv_cache_manager.get_computed_blocks = lambda request: original(
+                _Shortened(request, self.planner.num_cacheable(request))
+            )
 
     def add_request(self, request: Request) -> None:
+        is_next_input = request.request_id in self.requests  # of a streaming session
         super().add_request(request)
-        self.planner.add(request)
+        if not is_next_input:
+            self.planner.add(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
@@ -352,6 +418,7 @@ def _create_planner(scheduler: Scheduler) -> Planner:
         block_size=manager.block_size,
     )
     method = create_method(config)
+    method.bind_model(model_shape(vllm_config, manager.kv_cache_spec, group.layer_names))
     if Signal.TOKEN_IDS in method.needs:
         method.bind_tokenizer(cached_tokenizer_from_config(vllm_config.model_config))
     logger.info(

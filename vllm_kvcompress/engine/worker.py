@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +25,18 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvcompress_kernels import build, formats
 from vllm_kvcompress.config import CONFIG_KEY, parse_config
-from vllm_kvcompress.core import PagedPrompt, SlabOverflowError, SlabUsage
+from vllm_kvcompress.core import PagedPrompt, Signal, SlabOverflowError, SlabUsage
 from vllm_kvcompress.engine.protocol import ATTRIBUTE, CompressionStep, Plan, Report
+from vllm_kvcompress.engine.shape import model_shape
 from vllm_kvcompress.engine.spec import CompressedFullAttentionSpec
-from vllm_kvcompress.engine.state import DeviceState, LayerState, stack_layers
+from vllm_kvcompress.engine.state import Batch, DeviceState, LayerState, stack_layers
+from vllm_kvcompress.methods.gpu import create_gpu_method
 from vllm_kvcompress.methods.registry import create_method
 
 logger = init_logger("vllm.kvcompress.worker")
+
+MAX_GPU_RATIO = 16
+"""Most query heads for each KV head that the GPU kernel takes."""
 
 
 class CompressionCPUWorker(CPUWorker):
@@ -43,10 +50,16 @@ class CompressionCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
-        assert type(self.model_runner) is CPUModelRunner, type(self.model_runner)
         # CPUWorker constructs its runner inside init_device and offers no hook for another class;
         # ours adds methods only, no fields, so the object can change class
-        self.model_runner.__class__ = CompressionCPUModelRunner
+        ours: type = CompressionCPUModelRunner
+        if self.use_v2_model_runner:
+            # imported on demand: this runner's module is not for vLLMs without Triton
+            from vllm_kvcompress.engine.worker_gpu import CompressionCPUModelRunnerV2
+
+            ours = CompressionCPUModelRunnerV2
+        assert type(self.model_runner) is ours.__bases__[-1], type(self.model_runner)
+        self.model_runner.__class__ = ours
 
     def load_model(self, **kwargs: Any) -> None:
         # vLLM ignores --attention-backend on CPU, so its one CPU backend is overridden, only while
@@ -64,19 +77,26 @@ class CompressionCPUWorker(CPUWorker):
 
     def determine_available_memory(self) -> int:
         """vLLM's answer less the share that the bias table will take."""
-        available = super().determine_available_memory()
-        page_bytes = bias_bytes = 0
-        for spec in self.model_runner.get_kv_cache_spec().values():
-            page_bytes += spec.page_size_bytes
-            if isinstance(spec, CompressedFullAttentionSpec):
-                bias_bytes += formats.bias_bytes_per_block(1, spec.num_kv_heads, spec.block_size)
-        return available * page_bytes // (page_bytes + bias_bytes) if page_bytes else available
+        return less_bias_table(super().determine_available_memory(), self.model_runner)
+
+
+def less_bias_table(available: int, runner: Any) -> int:
+    """Bytes for the KV cache when its bias table has to fit in as well."""
+    page_bytes = bias_bytes = 0
+    for spec in runner.get_kv_cache_spec().values():
+        page_bytes += spec.page_size_bytes
+        if isinstance(spec, CompressedFullAttentionSpec):
+            bias_bytes += formats.bias_bytes_per_block(1, spec.num_kv_heads, spec.block_size)
+    return available * page_bytes // (page_bytes + bias_bytes) if page_bytes else available
 
 
 class CompressionRunner:
-    """Mix-in over a V1 model runner."""
+    """Mix-in over a model runner, V1 unless a subclass says otherwise."""
 
     _compressor: Compressor | None = None
+
+    def _batch(self, group: int) -> Batch:
+        return V1Batch(self, group)
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any
@@ -98,8 +118,12 @@ class CompressionRunner:
         """Put the reports of this step on its output; None means that sample_tokens follows."""
         if output is None or self._compressor is None or not self._compressor.reports:
             return output
-        output = copy.copy(output)  # vLLM shares one constant object for empty outputs
-        setattr(output, ATTRIBUTE, self._compressor.take_reports())
+        # V2 answers with an output that is still on its way to the host and holds the final one;
+        # otherwise a copy, since vLLM shares one constant object for empty outputs
+        final = getattr(output, "model_runner_output", None)
+        if final is None:
+            final = output = copy.copy(output)
+        setattr(final, ATTRIBUTE, self._compressor.take_reports())
         return output
 
 
@@ -107,18 +131,47 @@ class CompressionCPUModelRunner(CompressionRunner, CPUModelRunner):
     """The V1 CPU model runner with compression."""
 
 
+class V1Batch:
+    """The batch of a V1 model runner.
+
+    Args:
+        runner: the runner.
+        group: index of the compressed KV-cache group.
+    """
+
+    def __init__(self, runner: Any, group: int) -> None:
+        self._runner = runner
+        self._group = group
+        self.block_size: int = runner.input_batch.block_table[group].block_size
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        return self._runner.input_batch.req_ids
+
+    def row_of(self, request_id: str) -> int:
+        return self._runner.input_batch.req_id_to_index[request_id]
+
+    def rewrite(self, request_id: str, block_ids: list[int]) -> None:
+        """In the two copies of a request's list: the row of the batch, and the list from which a
+        row is made when the request rejoins the batch."""
+        runner = self._runner
+        index = runner.input_batch.req_id_to_index.get(request_id)
+        if index is not None:
+            table = runner.input_batch.block_table[self._group].block_table.np
+            table[index, : len(block_ids)] = block_ids
+        runner.requests[request_id].block_ids[self._group][: len(block_ids)] = block_ids
+
+
 class Compressor:
     """Runs plans on one rank.
 
     Args:
-        runner: the V1 model runner, whose KV cache is initialised.
+        runner: the model runner, whose KV cache is initialised.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         vllm_config: VllmConfig = runner.vllm_config
-        config = parse_config(vllm_config.additional_config[CONFIG_KEY])
-        self._method = create_method(config)
         self.reports: list[Report] = []
         groups = [
             index
@@ -131,22 +184,39 @@ class Compressor:
                 f"this model has {len(groups)}. Start without --kv-compression."
             )
         (self._group,) = groups
+        self._batch = runner._batch(self._group)
+        layers = runner.compilation_config.static_forward_context
+        names = runner.kv_cache_config.kv_cache_groups[self._group].layer_names
+        for name in names:
+            _check_layer(name, layers[name])
+        self._has_gpu_cells: bool = layers[names[0]].impl.has_gpu_cells
+        config = parse_config(vllm_config.additional_config[CONFIG_KEY])
+        create = create_gpu_method if self._has_gpu_cells else create_method
+        self._method = create(config)
         self.state = self._create_state(vllm_config.scheduler_config.max_num_seqs)
 
     def _create_state(self, max_num_seqs: int) -> DeviceState:
         runner = self._runner
         layers = runner.compilation_config.static_forward_context
         names = runner.kv_cache_config.kv_cache_groups[self._group].layer_names
-        owners = [name for name in names if name not in runner.shared_kv_cache_layers]
+        owner_of = {name: layers[name].kv_sharing_target_layer_name or name for name in names}
+        owners = [name for name in names if owner_of[name] == name]
         owners.sort(key=lambda name: layers[name].kv_cache.data_ptr())
-        state = DeviceState(stack_layers([layers[name].kv_cache for name in owners]), max_num_seqs)
-        table = runner.input_batch.block_table[self._group]
-        assert table.block_size == state.geometry.block_size, "kernel blocks differ from blocks"
+        spec = runner.kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
+        shape = model_shape(runner.vllm_config, spec, owners, rank=get_tp_group().rank_in_group)
+        scales = {layers[name].impl.scale for name in names}
+        if len(scales) == 1:
+            shape = replace(shape, logit_scale=scales.pop())
+        self._method.bind_model(shape)
+        caches = [layers[name].kv_cache for name in owners]
+        pool = stack_layers(caches, head_major=not self._has_gpu_cells)
+        if self._has_gpu_cells:
+            pool = formats.gpu_pool(pool)
+        state = DeviceState(pool, max_num_seqs, self._batch, self._method.codecs())
+        assert self._batch.block_size == state.geometry.block_size, "kernel blocks differ"
         index = {name: i for i, name in enumerate(owners)}
         for name in names:
-            _check_layer(name, layers[name].impl)
-            target = runner.shared_kv_cache_layers.get(name, name)
-            layers[name].impl.compression = LayerState(index[target], state)
+            layers[name].impl.compression = LayerState(index[owner_of[name]], state)
         return state
 
     def take_reports(self) -> list[Report]:
@@ -159,19 +229,28 @@ class Compressor:
             self.state.release(request_id)
         for plan in step.compress:
             self.reports.append(self._compress(plan))
+        self.state.queries.begin_step(step.observe)
 
     def _compress(self, plan: Plan) -> Report:
         started = time.perf_counter()
         state = self.state
+
+        def blocks(ids: list[int]) -> torch.Tensor:
+            return torch.tensor(ids, dtype=torch.int32, device=state.kv_cache.device)
+
         prompt = PagedPrompt(
             kv_cache=state.kv_cache,
             bias=state.bias,
-            source=torch.tensor(plan.source, dtype=torch.int32),
-            slab=torch.tensor(plan.slab, dtype=torch.int32),
+            source=blocks(plan.source),
+            tail=blocks(plan.tail),
+            num_tokens=plan.num_tokens,
+            slab=blocks(plan.slab),
             options=plan.options,
             layout=plan.layout,
             geometry=state.geometry,
+            queries=state.queries.take(plan.request_id),
         )
+        assert Signal.QUERY_WINDOW not in self._method.needs or prompt.queries is not None
         usage: SlabUsage | None = None
         try:
             usage = self._method.compress_into(prompt)
@@ -179,6 +258,7 @@ class Compressor:
             logger.warning("compression of %s failed: %s", plan.request_id, error)
         num_cells, failed = _agree(usage)
         if usage is None or failed:
+            state.wipe(plan.slab)
             return Report(
                 sequence=plan.sequence,
                 request_id=plan.request_id,
@@ -189,9 +269,9 @@ class Compressor:
                 error="slab_overflow",
             )
         num_used = state.geometry.blocks(num_cells)
-        state.add(plan.request_id, plan.slab[0], plan.gap_end, usage)
+        state.add(plan.request_id, plan.slab[:num_used], plan.gap_end, usage)
         num_nulls = len(plan.source) - num_used
-        self._rewrite_row(plan.request_id, [*plan.slab[:num_used], *[0] * num_nulls])
+        self._batch.rewrite(plan.request_id, [*plan.slab[:num_used], *[0] * num_nulls])
         return Report(
             sequence=plan.sequence,
             request_id=plan.request_id,
@@ -202,29 +282,28 @@ class Compressor:
             details=usage.details,
         )
 
-    def _rewrite_row(self, request_id: str, block_ids: list[int]) -> None:
-        """Replace the first blocks of a request in the runner's two copies of its list: the row
-        of the batch, and the list from which a row is made when the request rejoins the batch."""
-        runner = self._runner
-        index = runner.input_batch.req_id_to_index.get(request_id)
-        if index is not None:
-            table = runner.input_batch.block_table[self._group].block_table.np
-            table[index, : len(block_ids)] = block_ids
-        runner.requests[request_id].block_ids[self._group][: len(block_ids)] = block_ids
 
-
-def _check_layer(name: str, impl: Any) -> None:
-    """Refuse what our kernel does not compute, whatever the model's configuration calls it.
+def _check_layer(name: str, layer: Any) -> None:
+    """Refuse what our kernels do not compute, whatever the model's configuration calls it.
 
     Raises:
         ValueError: the layer has something of the kind.
     """
+    impl = layer.impl
+    if not hasattr(impl, "has_gpu_cells"):
+        raise ValueError(
+            f"--kv-compression does not support layer {name}, for which vLLM chose the attention "
+            f"backend {layer.backend.name}. Set --attention-backend to FLASH_ATTN or TRITON_ATTN, "
+            "or start without --kv-compression."
+        )
+    ratio = impl.num_heads // impl.num_kv_heads
     extras = {
         "ALiBi slopes": impl.alibi_slopes is not None,
         "attention sinks": impl.sinks is not None,
         "a soft cap on logits": bool(impl.logits_soft_cap),
         "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
         f"head size {impl.head_size}": impl.head_size % 16 != 0 or impl.head_size > 256,
+        f"{ratio} query heads for each KV head": impl.has_gpu_cells and ratio > MAX_GPU_RATIO,
     }
     if found := [extra for extra, present in extras.items() if present]:
         raise ValueError(

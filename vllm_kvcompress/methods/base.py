@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from kvcompress_kernels import formats
+from kvcompress_kernels import code_format, formats
+from kvcompress_kernels.code_format import Codes, GroupCodec, RowLayout
 from kvcompress_kernels.formats import SlabGeometry
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.core import (
     Budget,
     LayerView,
+    ModelShape,
     PagedPrompt,
     PromptView,
     Segment,
@@ -34,12 +36,16 @@ class Method(ABC):
     Class attributes:
         name: the name users write.
         needs: signals that the engine must collect for it.
+        settings: fields of the configuration that it reads, beside those that the engine reads.
+        size: what is left of the compressed tokens, in words.
         reclaims: False for methods that do not give blocks back (tests and diagnosis); the
             scheduler then plans them although nothing is gained.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[Signal]] = frozenset()
+    settings: ClassVar[tuple[str, ...]] = ()
+    size: ClassVar[str] = "as before"
     reclaims: ClassVar[bool] = True
 
     def __init__(self, config: CompressionConfig) -> None:
@@ -103,29 +109,101 @@ class Method(ABC):
             geometry=geometry,
             num_cells=prompt.num_cells,
         )
-        shape = (geometry.num_layers, geometry.num_kv_heads)
-        first_cell = torch.zeros(shape, dtype=torch.int32)
-        num_entries = torch.zeros(shape, dtype=torch.int32)
-        cell = 0
-        for index, segment in enumerate(self.compress_prompt(view)):
-            for head, count in enumerate(segment.num_entries):
-                first_cell[index, head] = cell
-                num_entries[index, head] = count
-                if cell + geometry.cells(count) > prompt.num_cells:
-                    raise SlabOverflowError(
-                        f"{self.name}: layer {index} head {head} is past {prompt.num_cells} cells"
-                    )
-                formats.write_segment(
-                    prompt.kv_cache,
-                    prompt.bias,
-                    prompt.slab,
-                    cell,
-                    segment.keys[head],
-                    segment.values[head],
-                    segment.bias[head],
+        writer = SegmentWriter(prompt, self.name)
+        for layer, segment in enumerate(self.compress_prompt(view)):
+            for head in range(geometry.num_kv_heads):
+                writer.write_raw(
+                    layer, head, segment.keys[head], segment.values[head], segment.bias[head]
                 )
-                cell += geometry.cells(count)
-        return SlabUsage(first_cell, num_entries, cell)
+            for group, rows in enumerate(segment.rows):
+                writer.write_rows(layer, group, rows.codes, rows.codec.layout)
+        return writer.usage()
+
+    def bind_model(self, shape: ModelShape) -> None:  # noqa: B027 - optional hook
+        """See the model that is served, once, before anything else is asked of the method.
+
+        Raises:
+            ValueError: the method cannot serve this model; all reasons and the remedy.
+        """
+
+    def codecs(self) -> Sequence[Sequence[GroupCodec]]:
+        """Codec of each layer and group of KV heads, for methods that make coded rows.
+
+        Returns:
+            L items, each with one codec for each group; nothing for other methods.
+        """
+        return ()
+
+
+class SegmentWriter:
+    """Lays segments down in the slab of a prompt one after another, and remembers where.
+
+    Args:
+        prompt: whose slab is written.
+        name: of the method, for errors.
+    """
+
+    def __init__(self, prompt: PagedPrompt, name: str) -> None:
+        self._prompt = prompt
+        self._name = name
+        self.num_cells = 0
+        shape = (prompt.geometry.num_layers, prompt.geometry.num_kv_heads)
+        self._first_cell = torch.zeros(shape, dtype=torch.int32)
+        self._num_entries = torch.zeros(shape, dtype=torch.int32)
+        self._first_code_cell = torch.zeros(shape, dtype=torch.int32)
+        self._num_rows = torch.zeros(shape, dtype=torch.int32)
+        self._num_groups = 0
+
+    def _take(self, num_cells: int) -> int:
+        """Reserve cells; the first of them."""
+        first, self.num_cells = self.num_cells, self.num_cells + num_cells
+        if self.num_cells > self._prompt.num_cells:
+            raise SlabOverflowError(
+                f"{self._name}: {self.num_cells} cells are needed, the slab has "
+                f"{self._prompt.num_cells}"
+            )
+        return first
+
+    def take_raw(self, layer: int, head: int, num_entries: int) -> int:
+        """Reserve the cells of raw entries, for a kernel to write; the first of them."""
+        first = self._take(self._prompt.geometry.cells(num_entries))
+        self._first_cell[layer, head] = first
+        self._num_entries[layer, head] = num_entries
+        return first
+
+    def take_rows(self, layer: int, group: int, num_rows: int, layout: RowLayout) -> int:
+        """Reserve the cells of coded rows, for a kernel to write; the first of them."""
+        cell_bytes = self._prompt.kv_cache[0, 0, 0].nbytes
+        first = self._take(-(-num_rows // layout.rows_per_cell(cell_bytes)))
+        self._first_code_cell[layer, group] = first
+        self._num_rows[layer, group] = num_rows
+        self._num_groups = max(self._num_groups, group + 1)
+        return first
+
+    def write_raw(
+        self, layer: int, head: int, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        """Write raw entries ``[m, D]``, ``[m, D]``, ``[m]``."""
+        prompt = self._prompt
+        first = self.take_raw(layer, head, keys.shape[0])
+        formats.write_segment(prompt.kv_cache, prompt.bias, prompt.slab, first, keys, values, bias)
+
+    def write_rows(self, layer: int, group: int, codes: Codes, layout: RowLayout) -> None:
+        """Write coded rows."""
+        first = self.take_rows(layer, group, codes.num_rows, layout)
+        code_format.write_rows(self._prompt.kv_cache, self._prompt.slab, first, codes, layout)
+
+    def usage(self, details: dict[str, float] | None = None) -> SlabUsage:
+        """Where everything lies."""
+        coded = self._num_groups > 0
+        return SlabUsage(
+            self._first_cell,
+            self._num_entries,
+            self.num_cells,
+            details or {},
+            self._first_code_cell[:, : self._num_groups] if coded else None,
+            self._num_rows[:, : self._num_groups] if coded else None,
+        )
 
 
 class _PagedLayers(Sequence[LayerView]):
@@ -140,5 +218,10 @@ class _PagedLayers(Sequence[LayerView]):
     def __getitem__(self, index: int) -> LayerView:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        keys, values = formats.gather_prompt(self._prompt.kv_cache, index, self._prompt.source)
-        return LayerView(keys, values)
+        prompt = self._prompt
+        keys, values = formats.gather_prompt(prompt.kv_cache, index, prompt.source)
+        if prompt.queries is None:
+            return LayerView(keys, values)
+        tail_keys, _ = formats.gather_prompt(prompt.kv_cache, index, prompt.tail)
+        num_tail = prompt.num_tokens - keys.shape[1]
+        return LayerView(keys, values, tail_keys[:, :num_tail], prompt.queries[index])

@@ -20,6 +20,27 @@ def _semanticache(config: CompressionConfig) -> Method:
     return SemantiCache(config)
 
 
+def _selkv(config: CompressionConfig) -> Method:
+    from vllm_kvcompress.methods.selkv import SelKV
+
+    return SelKV(config)
+
+
+def _aatc(config: CompressionConfig) -> Method:
+    from vllm_kvcompress.methods.aatc import AATC
+
+    return AATC(config)
+
+
+def _composed(first: str) -> Callable[[CompressionConfig], Method]:
+    def create(config: CompressionConfig) -> Method:
+        from vllm_kvcompress.methods.composed import Composed
+
+        return Composed(config, _METHODS[first](config))
+
+    return create
+
+
 def _relocate(config: CompressionConfig) -> Method:
     from vllm_kvcompress.methods.relocate import Relocate
 
@@ -29,6 +50,10 @@ def _relocate(config: CompressionConfig) -> Method:
 _METHODS: dict[str, Callable[[CompressionConfig], Method]] = {
     "none": _none,
     "semanticache": _semanticache,
+    "selkv": _selkv,
+    "aatc": _aatc,
+    "semanticache+aatc": _composed("semanticache"),
+    "selkv+aatc": _composed("selkv"),
     "relocate": _relocate,
 }
 assert tuple(_METHODS) == method_names()

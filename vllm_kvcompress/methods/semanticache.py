@@ -105,6 +105,8 @@ class SemantiCache(Method):
 
     name = "semanticache"
     needs = frozenset({Signal.TOKEN_IDS})
+    settings = ("threshold", "max_keep", "max_chunk", "num_sink_tokens")
+    size = "up to max_keep of the entries, by content"
 
     delimiters: DelimiterTable | None = None
 

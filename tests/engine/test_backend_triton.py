@@ -1,0 +1,330 @@
+"""The GPU backend under Triton's interpreter: in vLLM's V2 runner, and as a graph would replay it.
+
+vLLM's CPU platform stands in for CUDA (`stand_in_worker`); the runner, the host's kernels and ours
+are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import gpu_stand_in
+
+gpu_stand_in.require()
+
+from dataclasses import replace  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
+
+import pytest  # noqa: E402
+import stand_in_worker  # noqa: E402
+import torch  # noqa: E402
+import triton_interpreter  # noqa: E402
+from harness import check_idle  # noqa: E402
+from vllm.forward_context import set_forward_context  # noqa: E402
+from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl  # noqa: E402
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture  # noqa: E402
+
+from kvcompress_kernels import formats  # noqa: E402
+from kvcompress_kernels.segment_attention import api, triton  # noqa: E402
+from vllm_kvcompress.engine import backend_triton, doctor, settings  # noqa: E402
+from vllm_kvcompress.engine.protocol import ATTRIBUTE  # noqa: E402
+from vllm_kvcompress.methods.gpu import GpuSemantiCache  # noqa: E402
+from vllm_kvcompress.methods.semanticache import SemantiCache  # noqa: E402
+
+triton_interpreter.repair()
+
+VOCAB_SIZE = 256
+BLOCK_SIZE = 16
+SETTINGS = {
+    "block_size": BLOCK_SIZE,
+    "kv_cache_memory_bytes": 1 << 22,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+}
+RELOCATE = {"method": "relocate", "min_prompt_tokens": 48, "min_output_tokens": 2, "window": 8}
+SEMANTICACHE = {**RELOCATE, "method": "semanticache", "threshold": 0.6}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    folder = tiny_model(num_heads=2, num_kv_heads=1)
+    target = tmp_path_factory.mktemp("small_vocabulary")
+    return gpu_stand_in.shrink_vocabulary(folder, target, VOCAB_SIZE)
+
+
+@pytest.fixture
+def prompts(token_ids):
+    """Two that can be relocated, one that is too short, and one long enough for SemantiCache."""
+    return [
+        [token % VOCAB_SIZE for token in token_ids[i * 700 : i * 700 + n]]
+        for i, n in enumerate((60, 52, 20, 93))
+    ]
+
+
+@pytest.fixture
+def make_gpu_engine(make_engine, model, monkeypatch):
+    """An engine as on a GPU: the V2 runner, vLLM's Triton attention, and ours over it."""
+    monkeypatch.setattr(settings, "_unsupported_runner", lambda vllm_config: ())
+
+    def make(compression, **more):
+        with stand_in_worker.triton_backend():
+            return make_engine(model, compression, **SETTINGS, **more)
+
+    return make
+
+
+@pytest.fixture
+def expected(make_engine, model, prompts):
+    """What stock vLLM generates, with the V2 runner and the CPU's own attention."""
+    return make_engine(model, None, **{**SETTINGS, "block_size": 32}).generate(
+        prompts[:3], max_tokens=8
+    )
+
+
+def test_relocation_changes_nothing(make_gpu_engine, prompts, expected):
+    """Eager, as prefill and piecewise graphs are: the host for rows without state."""
+    engine = make_gpu_engine(RELOCATE)
+    impls = {type(layer.impl) for layer in layers(engine)}
+    assert impls == {backend_triton.CompressionTritonImpl}
+    before = engine.planner._metrics.requests_compressed._value.get()
+    assert engine.generate(prompts[:3], max_tokens=8) == expected
+    assert engine.planner._metrics.requests_compressed._value.get() == before + 2
+    check_idle(engine)
+
+
+def test_relocation_changes_nothing_when_decode_batches_are_graphs(
+    make_gpu_engine, prompts, expected, monkeypatch
+):
+    """All rows of a decode batch, with state or without, by our kernel, as a graph has them."""
+    build = backend_triton._Builder.build
+
+    def build_every_row(self, common_prefix_len, common, fast_build=False):
+        if common.max_query_len > 1:
+            return build(self, common_prefix_len, common, fast_build)
+        metadata = super(backend_triton._Builder, self).build(common_prefix_len, common, fast_build)
+        setattr(metadata, ATTRIBUTE, self._every_row(common))
+        return metadata
+
+    monkeypatch.setattr(backend_triton._Builder, "build", build_every_row)
+    engine = make_gpu_engine(RELOCATE)
+    assert engine.generate(prompts[:3], max_tokens=8) == expected
+    check_idle(engine)
+
+
+def layers(engine):
+    context = engine.runner.compilation_config.static_forward_context
+    return [layer for _, layer in sorted(context.items())]
+
+
+class Launches:
+    """Launches of a kernel, with their grids and their very arguments."""
+
+    def __init__(self, kernel, record):
+        self._kernel = kernel
+        self._record = record
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            self._record.append((self._kernel, grid, args, kwargs))
+            return self._kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def test_a_replay_reads_what_was_written_in_place(make_gpu_engine, prompts, monkeypatch):
+    """A decode graph is captured on an idle engine by vLLM's own preparation, and its launches are
+    repeated after a real request has been compressed: same arguments, other contents."""
+    engine = make_gpu_engine(SEMANTICACHE)
+    runner, state = engine.runner, engine.compressor.state
+    num_rows = 3
+    metadata, slot_mappings = prepare_inputs_to_capture(
+        num_rows,
+        num_rows,
+        runner.model_state,
+        runner.input_buffers,
+        runner.block_tables,
+        runner.attn_groups,
+        runner.kv_cache_config,
+        full_cudagraph=True,
+        max_query_len=1,
+    )
+    layer = layers(engine)[1]
+    assert layer.impl.compression.layer == 1
+    query = torch.zeros(num_rows, 2, 32)
+    output = torch.zeros(num_rows, 2, 32)
+    record = []
+    for name in ("attend_kernel", "reduce_kernel"):
+        monkeypatch.setattr(triton, name, Launches(getattr(triton, name), record))
+    host_calls = []
+    monkeypatch.setattr(
+        backend_triton.TritonAttentionImpl, "forward", lambda *args: host_calls.append(args)
+    )
+    with set_forward_context(metadata, runner.vllm_config, slot_mapping=slot_mappings):
+        layer.impl.forward(
+            layer, query, query, query, layer.kv_cache, metadata[layer.layer_name], output
+        )
+    monkeypatch.undo()
+    assert not host_calls
+    assert [kernel for kernel, *_ in record] == [triton.attend_kernel, triton.reduce_kernel]
+
+    # one compressed request, one short one without state, and a padded row
+    monkeypatch.setattr(settings, "_unsupported_runner", lambda vllm_config: ())
+    engine.add(prompts[3], max_tokens=6)
+    engine.add(prompts[2], max_tokens=6, salt="alone")
+    while state.num_requests == 0:
+        engine.step()
+    engine.step()
+    slots = state.slot_of_block[runner.block_tables.input_block_tables[0][:2, 0].long()]
+    assert sorted(slots.bool().tolist()) == [False, True]
+    # what vLLM does for a step that is padded to three rows
+    states = runner.req_states
+    mapping = torch.tensor([states.req_id_to_index[name] for name in runner.step_request_ids])
+    runner.block_tables.gather_block_tables(mapping, num_reqs_padded=num_rows)
+    runner.input_buffers.query_start_loc[: num_rows + 1] = torch.tensor([0, 1, 2, 2])
+    runner.input_buffers.seq_lens[2] = 0
+    query.copy_(torch.randn(num_rows, 2, 32, generator=torch.Generator().manual_seed(0)))
+    output.fill_(float("nan"))
+    for kernel, grid, args, kwargs in record:
+        kernel[grid](*args, **kwargs)
+
+    exact = torch.zeros(num_rows, 2, 32)
+    api.segment_attention(
+        query=query,
+        output=exact,
+        kv_cache=state.kv_cache,
+        bias=state.bias,
+        layer=1,
+        block_table=runner.block_tables.input_block_tables[0][:num_rows],
+        seq_lens=runner.input_buffers.seq_lens[:num_rows],
+        query_start_loc=runner.input_buffers.query_start_loc[: num_rows + 1],
+        rows=torch.arange(2, dtype=torch.int32),
+        slot_of_block=state.slot_of_block,
+        gap_end=state.gap_end,
+        first_cell=state.first_cell,
+        num_entries=state.num_entries,
+        scale=layer.impl.scale,
+        impl="reference",
+    )
+    assert exact[:2].abs().max() > 0.01
+    torch.testing.assert_close(output[:2], exact[:2], atol=2e-6, rtol=1e-5)
+    assert output[2].isnan().all(), "a padded row has no query and no output"
+    engine.drain()
+    check_idle(engine)
+
+
+def test_a_mixed_batch_leaves_the_other_rows_to_the_host(make_gpu_engine, prompts, monkeypatch):
+    """What each of the two computes, in the step in which a prompt joins a compressed request."""
+    engine = make_gpu_engine(SEMANTICACHE)
+    engine.add(prompts[3], max_tokens=6)
+    while engine.compressor.state.num_requests == 0:
+        engine.step()
+    calls = []
+    host, attend = backend_triton.TritonAttentionImpl.forward, backend_triton.attend
+
+    def record_host(self, layer, query, key, value, kv_cache, metadata, output, *scales):
+        calls.append(("host", metadata.seq_lens.tolist(), metadata.query_start_loc.tolist()))
+        return host(self, layer, query, key, value, kv_cache, metadata, output, *scales)
+
+    def record_attend(query, output, compressed, *rest):
+        calls.append(
+            ("ours", compressed.rows.tolist(), compressed.num_tokens, compressed.max_query_len)
+        )
+        before = output.clone()
+        attend(query, output, compressed, *rest)
+        assert torch.equal(output[1:], before[1:])
+
+    monkeypatch.setattr(backend_triton.TritonAttentionImpl, "forward", record_host)
+    monkeypatch.setattr(backend_triton, "attend", record_attend)
+    engine.step()
+    assert [name for name, *_ in calls] == ["ours"] * 2, (
+        "only compressed rows: no work for the host"
+    )
+    calls.clear()
+    engine.add(prompts[2], max_tokens=2, salt="uncached")
+    engine.step()
+    # one token of the compressed row, which is no longer than that for the host, and 20 others
+    assert calls == [("host", [1, 20], [0, 1, 21]), ("ours", [0], 1, 1)] * 2
+    monkeypatch.undo()
+    engine.drain()
+    check_idle(engine)
+
+
+def test_the_same_entries_as_on_the_cpu(make_gpu_engine, prompts, monkeypatch):
+    """SemantiCache by Triton from the GPU's cells, and by C++ from a copy of them in the CPU's."""
+    engine = make_gpu_engine(SEMANTICACHE)
+    compress, usages, pools = GpuSemantiCache.compress_into, [], []
+
+    def compress_twice(method, prompt):
+        copied = replace(
+            prompt, kv_cache=formats.cpu_cells(prompt.kv_cache), bias=prompt.bias.clone()
+        )
+        usages.append(SemantiCache.compress_into(method, copied))
+        usages.append(compress(method, prompt))
+        pools.append((copied.kv_cache, copied.bias, formats.cpu_cells(prompt.kv_cache), prompt))
+        return usages[-1]
+
+    monkeypatch.setattr(GpuSemantiCache, "compress_into", compress_twice)
+    engine.add(prompts[3], max_tokens=3)
+    engine.drain()
+    check_idle(engine)
+    cpu, gpu = usages
+    assert torch.equal(cpu.num_entries, gpu.num_entries)
+    assert torch.equal(cpu.first_cell, gpu.first_cell)
+    assert (cpu.num_cells, cpu.details) == (gpu.num_cells, gpu.details)
+    assert 0 < gpu.num_entries.sum() <= 0.6 * 80 * gpu.num_entries.numel()
+    ((cells, bias, gpu_cells, prompt),) = pools
+    places = zip(cpu.first_cell.flatten().tolist(), cpu.num_entries.flatten().tolist(), strict=True)
+    for place in places:
+        one = formats.read_segment(cells, bias, prompt.slab, *place)
+        other = formats.read_segment(gpu_cells, prompt.bias, prompt.slab, *place)
+        assert all(map(torch.equal, one, other))
+
+
+def test_graph_support_is_that_of_single_token_decode(make_gpu_engine):
+    group = make_gpu_engine(RELOCATE).runner.attn_groups[0][0]
+    spec, config = group.kv_cache_spec, make_gpu_engine(RELOCATE).runner.vllm_config
+    single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    for builder in (
+        backend_triton.CompressionTritonBuilder,
+        backend_triton.CompressionFlashBuilder,
+    ):
+        assert builder.get_cudagraph_support(config, spec) == single
+        # sliding-window layers of the same model are the host's alone
+        stock = builder.get_cudagraph_support(config, object())
+        assert stock == builder.__mro__[2].get_cudagraph_support(config, object())
+        assert stock.value > single.value
+    assert group.get_metadata_builder(0).get_cudagraph_support(config, spec) == single
+    assert not backend_triton.CompressionTritonBackend.supports_batch_invariance()
+
+
+def test_flash_attention_as_host(monkeypatch):
+    """Its kernel runs on GPUs only; what it is called for does not depend on it."""
+    calls = []
+    monkeypatch.setattr(
+        FlashAttentionImpl, "forward", lambda self, *args: calls.append(("host", args[5]))
+    )
+    monkeypatch.setattr(
+        backend_triton, "attend", lambda query, output, rows, *rest: calls.append(("ours", rows))
+    )
+    impl = object.__new__(backend_triton.CompressionFlashImpl)
+    impl.compression, impl.scale = object(), 1.0
+    plain = SimpleNamespace()
+    mixed, whole = SimpleNamespace(), SimpleNamespace()
+    some = SimpleNamespace(has_other_rows=True)
+    all_rows = SimpleNamespace(has_other_rows=False)
+    setattr(mixed, ATTRIBUTE, some)
+    setattr(whole, ATTRIBUTE, all_rows)
+    for metadata in (None, plain, mixed, whole):
+        impl.forward(None, None, None, None, None, metadata, None)
+    assert calls == [
+        ("host", None),
+        ("host", plain),
+        ("host", mixed),
+        ("ours", some),
+        ("ours", all_rows),
+    ]
+    assert backend_triton.CompressionFlashBackend.get_name() == "FLASH_ATTN"
+    assert backend_triton.CompressionTritonBackend.get_name() == "TRITON_ATTN"
+
+
+def test_the_doctors_attention_is_that_of_the_gpu_kernel():
+    assert doctor._self_test(torch.device("cpu")) < 1e-5

@@ -1,0 +1,115 @@
+"""vLLM's V2 model runner with compression, and the GPU worker.
+
+The V2 runner keeps its block table on the device and changes it by staged writes, which it applies
+at the start of a step; a rewrite is one more of them, in front of the blocks that the step appends.
+It takes the ids of a step from its own state, so that nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_kvcompress.engine.backend_triton import SplitBuffers
+from vllm_kvcompress.engine.state import Batch
+from vllm_kvcompress.engine.worker import CompressionRunner, less_bias_table
+
+_BACKENDS = {
+    AttentionBackendEnum.FLASH_ATTN: "CompressionFlashBackend",
+    AttentionBackendEnum.TRITON_ATTN: "CompressionTritonBackend",
+}
+
+
+class CompressionGPUWorker(Worker):
+    """vLLM's GPU worker with compression; named by ``worker_cls``."""
+
+    def _make_model_runner(self) -> Any:
+        assert self.use_v2_model_runner, "settings.py refuses the V1 runner"
+        return CompressionGPUModelRunner(self.vllm_config, self.device)
+
+    def load_model(self, **kwargs: Any) -> None:
+        with overridden_backends():
+            super().load_model(**kwargs)
+
+    def determine_available_memory(self) -> int:
+        """vLLM's answer less the shares of the bias table and of the split buffers."""
+        available = super().determine_available_memory()
+        reserved = SplitBuffers.num_bytes(self.vllm_config, self.device)
+        return less_bias_table(max(available - reserved, 0), self.model_runner)
+
+
+@contextmanager
+def overridden_backends() -> Iterator[None]:
+    """Let layers that choose a backend now get ours in place of those that it works on.
+
+    vLLM chooses as always, by device, model and ``--attention-backend``.
+    """
+    for backend, name in _BACKENDS.items():
+        register_backend(backend, f"vllm_kvcompress.engine.backend_triton.{name}")
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        for backend in _BACKENDS:
+            backend.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+
+
+class CompressionRunnerV2(CompressionRunner):
+    """Mix-in over a V2 model runner."""
+
+    step_request_ids: Sequence[str] = ()
+    """Requests of the step that is being prepared or has run last, by row; none in dummy runs."""
+
+    def _batch(self, group: int) -> Batch:
+        return V2Batch(self, group)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.step_request_ids = ()
+        return super().execute_model(*args, **kwargs)
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
+        batch: InputBatch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.step_request_ids = batch.req_ids
+        return batch
+
+
+class CompressionCPUModelRunnerV2(CompressionRunnerV2, CPUModelRunnerV2):
+    """The V2 CPU model runner with compression."""
+
+
+class CompressionGPUModelRunner(CompressionRunnerV2, GPUModelRunner):
+    """The V2 GPU model runner with compression."""
+
+
+class V2Batch:
+    """The batch of a V2 model runner.
+
+    Args:
+        runner: the runner.
+        group: index of the compressed KV-cache group.
+    """
+
+    def __init__(self, runner: Any, group: int) -> None:
+        self._runner = runner
+        self._group = group
+        self.block_size: int = runner.kernel_block_sizes[group]
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        return self._runner.step_request_ids
+
+    def row_of(self, request_id: str) -> int:
+        return self._runner.step_request_ids.index(request_id)
+
+    def rewrite(self, request_id: str, block_ids: list[int]) -> None:
+        index = self._runner.req_states.req_id_to_index[request_id]
+        self._runner.block_tables.block_tables[self._group].stage_write(index, 0, block_ids)
