@@ -21,11 +21,11 @@ The scales are those that the channels need, in this order: of the key's channel
 (their root mean square), of the key's 8-bit channels (their largest magnitude), the same two of the
 value, and the bias that is added to the row's logits, if rows carry one.
 
-A code is the index of a level. Up to 4 bits the levels are the Lloyd-Max levels of a standard normal
-variable (J. Max, Quantizing for minimum distortion, 1960), rounded to bfloat16 so that every
-kernel can hold them exactly; at 8 bits they are the whole numbers -128 to 127. The numbers that they
-stand for are ``scale of the row * multiplier of the channel * level``, and all multipliers are part
-of the decoding matrices.
+A code is the index of a level. Up to 4 bits the levels are the Lloyd-Max levels of a standard
+normal variable (J. Max, Quantizing for minimum distortion, 1960), rounded to bfloat16 so that every
+kernel can hold them exactly; at 8 bits they are the whole numbers -128 to 127. What they stand for
+is ``scale of the row * multiplier of the channel * level``, and all multipliers are part of the
+decoding matrices.
 """
 
 from __future__ import annotations

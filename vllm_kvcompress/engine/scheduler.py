@@ -209,7 +209,7 @@ class Planner:
             return None
         remaining = request.max_tokens - request.num_output_tokens
         if remaining < self._config.min_output_tokens:
-            return self._discard(request.request_id, "short_output")
+            return self._discard(request.request_id, candidate.reason or "short_output")
         block_size = self._geometry.block_size
         known = min(num_computed, request.num_tokens)
         if self.num_queries:

@@ -276,7 +276,7 @@ class Compressor:
             sequence=plan.sequence,
             request_id=plan.request_id,
             num_cells=num_cells,
-            num_entries=int(usage.num_entries.sum()),
+            num_entries=_total_entries(usage),
             num_segments=usage.num_entries.numel(),
             seconds=time.perf_counter() - started,
             details=usage.details,
@@ -310,6 +310,15 @@ def _check_layer(name: str, layer: Any) -> None:
             f"--kv-compression does not support layer {name}, which has {' and '.join(found)}. "
             "Start without --kv-compression."
         )
+
+
+def _total_entries(usage: SlabUsage) -> int:
+    """Entries over all layers and KV heads of this rank; a coded row is one for each head of its
+    group."""
+    total = int(usage.num_entries.sum())
+    if usage.num_rows is not None:
+        total += int(usage.num_rows.sum()) * (usage.num_entries.shape[1] // usage.num_rows.shape[1])
+    return total
 
 
 def _agree(usage: SlabUsage | None) -> tuple[int, bool]:
