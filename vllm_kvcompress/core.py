@@ -228,7 +228,8 @@ class PagedPrompt:
     """A whole prompt in the paged pool, and the slab that it goes to.
 
     Args:
-        kv_cache: ``[L, B, H, N, 2 * D]``, the pool (`kvcompress_kernels.formats`).
+        kv_cache: ``[L, B, H, N, 2 * D]``, the pool (`kvcompress_kernels.formats`); on a GPU
+            ``[2, L, B, H, N, D]`` (`formats.gpu_pool`).
         bias: float32 ``[B, L, H, N]``, the side tensor.
         source: int32 ``[G / N]``, blocks of the prompt in token order.
         tail: int32 ``[ceil((n - G) / N)]``, blocks of the raw tail, which may hold more tokens
