@@ -229,9 +229,15 @@ class Builder(backend_triton._Builder, Host):
 
 
 @pytest.mark.parametrize("indices", [[0], [1, 2]])
-def test_metadata_are_built_without_waiting_for_the_device(indices):
+def test_metadata_are_built_without_waiting_for_the_device(indices, monkeypatch):
     """On tensors without data, as far away as those of a GPU: to read one is an error, and so is to
     mix it with one on the CPU."""
+    # vLLM's V2 runner for CPUs, once imported, puts a function in its place that copies nothing
+    monkeypatch.setattr(
+        backend_triton,
+        "async_tensor_h2d",
+        lambda data, device, dtype: torch.tensor(data, dtype=dtype, device="cpu").to(device),
+    )
     impl = SimpleNamespace(num_heads=8, num_kv_heads=2, head_size=64)
     impl.compression = SimpleNamespace(state=SimpleNamespace(compressed_rows=lambda: indices))
     config = SimpleNamespace(

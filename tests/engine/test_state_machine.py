@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from player import TOKEN, Player, check_idle, new_scheduler, view
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress.engine.protocol import ATTRIBUTE
@@ -140,6 +141,18 @@ class Life(RuleBasedStateMachine):
     def reset_prefix_cache(self, with_running):
         done = self.scheduler.reset_prefix_cache(reset_running_requests=with_running)
         assert done or not with_running
+
+    @rule(discard=st.booleans())
+    def sleep_and_wake(self, discard):
+        """As the engine does it with requests that are kept: steps in flight end first, then the
+        cache is discarded, unless the sleep is of level 0."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self.player.in_flight:
+            self.player.answer()
+        if discard:
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            assert not view(self.scheduler).manager.compressed
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     @invariant()
     def no_block_is_mixed_up(self):
