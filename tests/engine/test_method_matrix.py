@@ -106,7 +106,9 @@ def test_blocks_that_held_codes_are_fit_for_raw_tokens(make_engine, model_path, 
     assert ours.generate(prompts) == stock.generate(prompts)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=pytest.mark.slow) if "+" in m else m for m in METHODS]
+)
 def test_neither_chunks_nor_prefix_hits_change_what_is_kept(
     make_engine, model_path, token_ids, method
 ):

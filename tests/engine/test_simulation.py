@@ -46,10 +46,17 @@ class ForceTokens(AdapterLogitsProcessor):
         ({"method": "semanticache", "threshold": 0.9, "max_keep": 0.4}, 4000, 1200),
         ({"method": "relocate"}, 9000, 900),
         ({"method": "selkv"}, 2000, 1210),
-        ({"method": "selkv", "keep": 0.5, "heads": "each", "merge": False}, 6000, 800),
+        pytest.param(
+            {"method": "selkv", "keep": 0.5, "heads": "each", "merge": False},
+            6000,
+            800,
+            marks=pytest.mark.slow,
+        ),
         ({"method": "aatc"}, 1000, 1300),
         ({"method": "selkv+aatc", "keep": 0.5}, 500, 1100),
-        ({"method": "semanticache+aatc", "bits": 3.0}, 3000, 1000),
+        pytest.param(
+            {"method": "semanticache+aatc", "bits": 3.0}, 3000, 1000, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: value["method"] if isinstance(value, dict) else "",
 )
