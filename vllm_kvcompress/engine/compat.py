@@ -116,6 +116,60 @@ class ExtensionPoint:
     gpu: bool = False
 
 
+def _gpu_backend(prefix: str) -> Iterator[ExtensionPoint]:
+    """The classes of a GPU attention backend, which are named alike."""
+    yield ExtensionPoint(
+        f"{prefix}Backend",
+        methods={
+            "customize_spec": ("spec",),
+            "supports_batch_invariance": (),
+            "get_builder_cls": (),
+            "get_impl_cls": (),
+        },
+        gpu=True,
+    )
+    yield ExtensionPoint(
+        f"{prefix}MetadataBuilder",
+        methods={
+            "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+            "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+            "build_for_cudagraph_capture": ("common_attn_metadata",),
+            "get_cudagraph_support": ("vllm_config", "kv_cache_spec"),
+        },
+        attributes=("supports_update_block_table",),
+        gpu=True,
+    )
+    yield ExtensionPoint(f"{prefix}Metadata", carries=True, gpu=True)
+    yield ExtensionPoint(
+        f"{prefix}Impl",
+        methods={
+            "forward": (
+                "layer",
+                "query",
+                "key",
+                "value",
+                "kv_cache",
+                "attn_metadata",
+                "output",
+                "output_scale",
+                "output_block_scale",
+            ),
+            "fused_output_quant_supported": ("quant_key",),
+        },
+        attributes=(
+            "scale",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "alibi_slopes",
+            "sinks",
+            "logits_soft_cap",
+            "sliding_window",
+        ),
+        gpu=True,
+    )
+
+
 EXTENSION_POINTS = (
     ExtensionPoint(
         "vllm.engine.arg_utils.EngineArgs",
@@ -449,110 +503,8 @@ EXTENSION_POINTS = (
         attributes=("UNIFORM_SINGLE_TOKEN_DECODE",),
         gpu=True,
     ),
-    ExtensionPoint(
-        "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
-        methods={
-            "customize_spec": ("spec",),
-            "supports_batch_invariance": (),
-            "get_builder_cls": (),
-            "get_impl_cls": (),
-        },
-        gpu=True,
-    ),
-    ExtensionPoint(
-        "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder",
-        methods={
-            "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
-            "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
-            "build_for_cudagraph_capture": ("common_attn_metadata",),
-            "get_cudagraph_support": ("vllm_config", "kv_cache_spec"),
-        },
-        attributes=("supports_update_block_table",),
-        gpu=True,
-    ),
-    ExtensionPoint(
-        "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadata", carries=True, gpu=True
-    ),
-    ExtensionPoint(
-        "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl",
-        methods={
-            "forward": (
-                "layer",
-                "query",
-                "key",
-                "value",
-                "kv_cache",
-                "attn_metadata",
-                "output",
-                "output_scale",
-                "output_block_scale",
-            ),
-            "fused_output_quant_supported": ("quant_key",),
-        },
-        attributes=(
-            "scale",
-            "num_heads",
-            "num_kv_heads",
-            "head_size",
-            "alibi_slopes",
-            "sinks",
-            "logits_soft_cap",
-            "sliding_window",
-        ),
-        gpu=True,
-    ),
-    ExtensionPoint(
-        "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",
-        methods={
-            "customize_spec": ("spec",),
-            "supports_batch_invariance": (),
-            "get_builder_cls": (),
-            "get_impl_cls": (),
-        },
-        gpu=True,
-    ),
-    ExtensionPoint(
-        "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder",
-        methods={
-            "__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
-            "build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
-            "build_for_cudagraph_capture": ("common_attn_metadata",),
-            "get_cudagraph_support": ("vllm_config", "kv_cache_spec"),
-        },
-        attributes=("supports_update_block_table",),
-        gpu=True,
-    ),
-    ExtensionPoint(
-        "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadata", carries=True, gpu=True
-    ),
-    ExtensionPoint(
-        "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl",
-        methods={
-            "forward": (
-                "layer",
-                "query",
-                "key",
-                "value",
-                "kv_cache",
-                "attn_metadata",
-                "output",
-                "output_scale",
-                "output_block_scale",
-            ),
-            "fused_output_quant_supported": ("quant_key",),
-        },
-        attributes=(
-            "scale",
-            "num_heads",
-            "num_kv_heads",
-            "head_size",
-            "alibi_slopes",
-            "sinks",
-            "logits_soft_cap",
-            "sliding_window",
-        ),
-        gpu=True,
-    ),
+    *_gpu_backend("vllm.v1.attention.backends.triton_attn.TritonAttention"),
+    *_gpu_backend("vllm.v1.attention.backends.flash_attn.FlashAttention"),
     ExtensionPoint(
         "vllm.v1.attention.backends.registry.AttentionBackendEnum",
         methods={"clear_override": ()},

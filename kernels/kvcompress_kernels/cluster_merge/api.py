@@ -12,15 +12,20 @@ from typing import Literal
 import torch
 
 from kvcompress_kernels import build, formats
+from kvcompress_kernels.checks import (
+    DTYPES,
+    MAX_HEAD_SIZE,
+    check_blocks,
+    check_cpu_pool,
+    check_slab,
+    describe,
+)
 from kvcompress_kernels.cluster_merge import reference
 from kvcompress_kernels.cluster_merge.reference import MERGE_ALL
 
 __all__ = ["MERGE_ALL", "cluster_count", "cluster_merge"]
 
 Impl = Literal["cpu", "triton", "reference"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEAD_SIZE = 256
 
 
 def cluster_merge(
@@ -72,21 +77,7 @@ def cluster_merge(
         kvcompress_kernels.build.CompilerNotFoundError: see `build.load`.
     """
     _check_pool(kv_cache, source, chunk_ids, threshold, impl)
-    num_layers, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape[-5:]
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"layer: expected 0 to L - 1 = {num_layers - 1}, got {layer}")
-    expected = (num_blocks, num_layers, num_kv_heads, block_size)
-    if tuple(bias.shape) != expected or bias.dtype != torch.float32 or bias.stride(-1) != 1:
-        raise ValueError(
-            f"bias: expected float32 [B, L, H, N] = {list(expected)} with a contiguous last "
-            f"dimension, got {_describe(bias)}"
-        )
-    _check_blocks("slab", "[c]", slab, num_blocks)
-    room = slab.numel() * num_layers * num_kv_heads
-    if not 0 <= num_cells <= room:
-        raise ValueError(f"num_cells: expected 0 to c * L * H = {room}, got {num_cells}")
-    if not 0 <= first_cell <= num_cells:
-        raise ValueError(f"first_cell: expected 0 to num_cells = {num_cells}, got {first_cell}")
+    check_slab(tuple(kv_cache.shape[-5:]), bias, layer, slab, first_cell, num_cells)
     args = (
         kv_cache,
         bias,
@@ -161,10 +152,6 @@ def _use_kernel(impl: str) -> bool:
     return True
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-
-
 def _check_pool(
     kv_cache: torch.Tensor,
     source: torch.Tensor,
@@ -176,22 +163,9 @@ def _check_pool(
     if impl == "triton" or (impl == "reference" and kv_cache.dim() == 6):
         _check_gpu_cells(kv_cache)
         shape = (*shape[1:5], 2 * shape[5])
-    elif (
-        kv_cache.dim() != 5
-        or kv_cache.dtype not in _DTYPES
-        or shape[3] % 16
-        or shape[4] % 32
-        or not 0 < shape[4] <= 2 * _MAX_HEAD_SIZE
-        or kv_cache.stride(4) != 1
-        or kv_cache.stride(3) != shape[4]
-        or kv_cache.device.type != "cpu"
-    ):
-        raise ValueError(
-            "kv_cache: expected bfloat16, float16 or float32 [L, B, H, N, 2 * D] on the CPU with N "
-            f"and D multiples of 16, D at most {_MAX_HEAD_SIZE} and the last two dimensions "
-            f"contiguous, got {_describe(kv_cache)} on {kv_cache.device}"
-        )
-    _check_blocks("source", "[G / N]", source, shape[1])
+    else:
+        check_cpu_pool(kv_cache)
+    check_blocks("source", "[G / N]", source, shape[1])
     num_tokens = source.numel() * shape[3]
     if (
         tuple(chunk_ids.shape) != (num_tokens,)
@@ -199,7 +173,7 @@ def _check_pool(
         or not chunk_ids.is_contiguous()
     ):
         raise ValueError(
-            f"chunk_ids: expected contiguous int32 [G] = [{num_tokens}], got {_describe(chunk_ids)}"
+            f"chunk_ids: expected contiguous int32 [G] = [{num_tokens}], got {describe(chunk_ids)}"
         )
     runs = torch.unique_consecutive(chunk_ids.cpu())
     numbers = runs[runs >= 0]
@@ -217,25 +191,15 @@ def _check_gpu_cells(kv_cache: torch.Tensor) -> None:
     if (
         kv_cache.dim() != 6
         or shape[0] != 2
-        or kv_cache.dtype not in _DTYPES
+        or kv_cache.dtype not in DTYPES
         or shape[4] % 16
         or shape[5] % 16
-        or not 0 < shape[5] <= _MAX_HEAD_SIZE
+        or not 0 < shape[5] <= MAX_HEAD_SIZE
         or kv_cache.stride(5) != 1
         or kv_cache[0].stride() != kv_cache[1].stride()
     ):
         raise ValueError(
             "kv_cache: expected bfloat16, float16 or float32 [2, L, B, H, N, D] (formats.gpu_pool "
-            f"makes it of vLLM's cache) with N and D multiples of 16, D at most {_MAX_HEAD_SIZE} "
-            f"and the last dimension contiguous, got {_describe(kv_cache)}"
-        )
-
-
-def _check_blocks(name: str, symbol: str, blocks: torch.Tensor, num_blocks: int) -> None:
-    if blocks.dim() != 1 or blocks.dtype != torch.int32 or not blocks.is_contiguous():
-        raise ValueError(f"{name}: expected contiguous int32 {symbol}, got {_describe(blocks)}")
-    if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
-        raise ValueError(
-            f"{name}: expected block ids from 0 to B - 1 = {num_blocks - 1}, got ids from "
-            f"{int(blocks.min())} to {int(blocks.max())}"
+            f"makes it of vLLM's cache) with N and D multiples of 16, D at most {MAX_HEAD_SIZE} "
+            f"and the last dimension contiguous, got {describe(kv_cache)}"
         )

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from kvcompress_kernels import build
+from kvcompress_kernels.checks import check_blocks, check_cpu_pool, check_slab, describe
 from kvcompress_kernels.select_merge import reference
 
 __all__ = ["MAX_BUCKET", "select_merge"]
@@ -19,9 +20,6 @@ __all__ = ["MAX_BUCKET", "select_merge"]
 Impl = Literal["cpu", "reference"]
 
 MAX_BUCKET = 1024
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEAD_SIZE = 256
 
 
 def select_merge(
@@ -74,7 +72,9 @@ def select_merge(
         ValueError: an argument does not fit the description above.
         kvcompress_kernels.build.CompilerNotFoundError: see `build.load`.
     """
-    _check_pool(kv_cache, bias, layer, source, slab, first_cell, num_cells)
+    check_cpu_pool(kv_cache)
+    check_blocks("source", "[G / N]", source, kv_cache.shape[1])
+    check_slab(tuple(kv_cache.shape), bias, layer, slab, first_cell, num_cells)
     _check_choice(kv_cache, source, kept, mass, bucket, alpha)
     args = (
         kv_cache,
@@ -98,59 +98,6 @@ def select_merge(
     return torch.ops.kvcompress.select_merge(*args)
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-
-
-def _check_pool(
-    kv_cache: torch.Tensor,
-    bias: torch.Tensor,
-    layer: int,
-    source: torch.Tensor,
-    slab: torch.Tensor,
-    first_cell: int,
-    num_cells: int,
-) -> None:
-    shape = tuple(kv_cache.shape)
-    if (
-        kv_cache.dim() != 5
-        or kv_cache.dtype not in _DTYPES
-        or shape[3] % 16
-        or shape[4] % 32
-        or not 0 < shape[4] <= 2 * _MAX_HEAD_SIZE
-        or kv_cache.stride(4) != 1
-        or kv_cache.stride(3) != shape[4]
-        or kv_cache.device.type != "cpu"
-    ):
-        raise ValueError(
-            "kv_cache: expected bfloat16, float16 or float32 [L, B, H, N, 2 * D] on the CPU with N "
-            f"and D multiples of 16, D at most {_MAX_HEAD_SIZE} and the last two dimensions "
-            f"contiguous, got {_describe(kv_cache)} on {kv_cache.device}"
-        )
-    num_layers, num_blocks, num_kv_heads, block_size, _ = shape
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"layer: expected 0 to L - 1 = {num_layers - 1}, got {layer}")
-    expected = (num_blocks, num_layers, num_kv_heads, block_size)
-    if tuple(bias.shape) != expected or bias.dtype != torch.float32 or bias.stride(-1) != 1:
-        raise ValueError(
-            f"bias: expected float32 [B, L, H, N] = {list(expected)} with a contiguous last "
-            f"dimension, got {_describe(bias)}"
-        )
-    for name, symbol, blocks in (("source", "[G / N]", source), ("slab", "[c]", slab)):
-        if blocks.dim() != 1 or blocks.dtype != torch.int32 or not blocks.is_contiguous():
-            raise ValueError(f"{name}: expected contiguous int32 {symbol}, got {_describe(blocks)}")
-        if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
-            raise ValueError(
-                f"{name}: expected block ids from 0 to B - 1 = {num_blocks - 1}, got ids from "
-                f"{int(blocks.min())} to {int(blocks.max())}"
-            )
-    room = slab.numel() * num_layers * num_kv_heads
-    if not 0 <= num_cells <= room:
-        raise ValueError(f"num_cells: expected 0 to c * L * H = {room}, got {num_cells}")
-    if not 0 <= first_cell <= num_cells:
-        raise ValueError(f"first_cell: expected 0 to num_cells = {num_cells}, got {first_cell}")
-
-
 def _check_choice(
     kv_cache: torch.Tensor,
     source: torch.Tensor,
@@ -169,7 +116,7 @@ def _check_choice(
         ):
             raise ValueError(
                 f"{name}: expected contiguous {dtype} [H, G] = {list(expected)} on the CPU, got "
-                f"{_describe(tensor)} on {tensor.device}"
+                f"{describe(tensor)} on {tensor.device}"
             )
     if bucket != 0 and not 2 <= bucket <= MAX_BUCKET:
         raise ValueError(f"bucket: expected 0 or 2 to {MAX_BUCKET}, got {bucket}")

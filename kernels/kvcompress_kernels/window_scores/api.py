@@ -12,14 +12,12 @@ from typing import Literal
 import torch
 
 from kvcompress_kernels import build
+from kvcompress_kernels.checks import check_blocks, check_cpu_pool, describe
 from kvcompress_kernels.window_scores import reference
 
 __all__ = ["window_scores"]
 
 Impl = Literal["cpu", "reference"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEAD_SIZE = 256
 
 
 def window_scores(
@@ -72,10 +70,6 @@ def window_scores(
     return torch.ops.kvcompress.window_scores(*args)
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-
-
 def _check(
     kv_cache: torch.Tensor,
     source: torch.Tensor,
@@ -85,34 +79,10 @@ def _check(
     first_position: int,
     scale: float,
 ) -> None:
-    shape = tuple(kv_cache.shape)
-    if (
-        kv_cache.dim() != 5
-        or kv_cache.dtype not in _DTYPES
-        or shape[3] % 16
-        or shape[4] % 32
-        or not 0 < shape[4] <= 2 * _MAX_HEAD_SIZE
-        or kv_cache.stride(4) != 1
-        or kv_cache.stride(3) != shape[4]
-        or kv_cache.device.type != "cpu"
-    ):
-        raise ValueError(
-            "kv_cache: expected bfloat16, float16 or float32 [L, B, H, N, 2 * D] on the CPU with N "
-            f"and D multiples of 16, D at most {_MAX_HEAD_SIZE} and the last two dimensions "
-            f"contiguous, got {_describe(kv_cache)} on {kv_cache.device}"
-        )
-    num_layers, num_blocks, num_kv_heads, block_size, width = shape
-    for name, symbol, blocks in (
-        ("source", "[G / N]", source),
-        ("tail", "[ceil((n - G) / N)]", tail),
-    ):
-        if blocks.dim() != 1 or blocks.dtype != torch.int32 or not blocks.is_contiguous():
-            raise ValueError(f"{name}: expected contiguous int32 {symbol}, got {_describe(blocks)}")
-        if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
-            raise ValueError(
-                f"{name}: expected block ids from 0 to B - 1 = {num_blocks - 1}, got ids from "
-                f"{int(blocks.min())} to {int(blocks.max())}"
-            )
+    check_cpu_pool(kv_cache)
+    num_layers, num_blocks, num_kv_heads, block_size, width = kv_cache.shape
+    check_blocks("source", "[G / N]", source, num_blocks)
+    check_blocks("tail", "[ceil((n - G) / N)]", tail, num_blocks)
     most = (source.numel() + tail.numel()) * block_size
     least = max(most - block_size + 1 if tail.numel() else most, 1)
     if not least <= num_tokens <= most:
@@ -134,7 +104,7 @@ def _check(
         raise ValueError(
             f"queries: expected contiguous {kv_cache.dtype} [L, num_heads, w, D] = [{num_layers}, "
             f"a multiple of {num_kv_heads}, at least 1, {width // 2}] on the CPU, got "
-            f"{_describe(queries)} on {queries.device}"
+            f"{describe(queries)} on {queries.device}"
         )
     if first_position < 0:
         raise ValueError(f"first_position: expected at least 0, got {first_position}")
