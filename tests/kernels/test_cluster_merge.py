@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import ORDERS, assert_same_bits, make_pool
 
 from kvcompress_kernels.cluster_merge import reference
 from kvcompress_kernels.cluster_merge.api import MERGE_ALL, cluster_count, cluster_merge
 from kvcompress_kernels.formats import SlabGeometry, cell_keys, cell_values, read_segment
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ORDERS = ["layers first", "blocks first", "heads outside layers, padded"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors here are tiny; threads would spend the time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def make_pool(shape: tuple[int, ...], dtype: torch.dtype, order: str) -> torch.Tensor:
-    """A pool full of NaN, ``[L, B, H, N, 2 * D]``, as a view of a buffer in some order."""
-    layers, blocks, heads, slots, width = shape
-    if order == "layers first":
-        return torch.full(shape, math.nan, dtype=dtype)
-    if order == "blocks first":
-        buffer = torch.full((blocks, layers, heads, slots, width), math.nan, dtype=dtype)
-        return buffer.permute(1, 0, 2, 3, 4)
-    buffer = torch.full((blocks, heads + 1, layers + 1, slots, width), math.nan, dtype=dtype)
-    return buffer[:, 1:, 1:].permute(2, 0, 1, 3, 4)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def clustered(shape: tuple[int, ...], generator: torch.Generator, spread: float) -> torch.Tensor:
@@ -105,11 +86,6 @@ class Prompt:
             if cell > kwargs.get("num_cells", self.num_cells):
                 break
         return kv_cache, bias, torch.stack(counts), cell
-
-
-def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    assert torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
 def assert_impls_agree(prompt: Prompt, chunk_ids: torch.Tensor, threshold: float) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +33,7 @@ from vllm_kvcompress.methods.semanticache import SemantiCache
 DELIMITER, WORD = 0, 1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors here are tiny; threads would spend the time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_method(**settings_: object) -> SemantiCache:
