@@ -1,11 +1,12 @@
-"""Command line ``vllm-kvcompress``: doctor, verify, calibrate, methods."""
+"""Command line ``vllm-kvcompress``: doctor, verify, calibrate, train, methods."""
 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -89,25 +90,164 @@ def calibrate(
     preset: Annotated[
         str, typer.Option(help="best; or paper, the published recipe, to be evaluated only.")
     ] = "best",
+    key_space: Annotated[
+        str, typer.Option(help="post_rope; or pre_rope, keys before RoPE, to be evaluated only.")
+    ] = "post_rope",
     group_size: Annotated[
         list[int] | None,
         typer.Option(help="KV heads that share a transform; several times for several sizes."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text that are looked at.")] = 20_480,
     plots: Annotated[bool, typer.Option(help="Draw the report's plots (matplotlib).")] = True,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Ray cluster that shares the pass over the text: HOST:PORT, 'auto', 'local'."
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int | None, typer.Option(min=1, help="Its processes; one for each machine by default.")
+    ] = None,
 ) -> None:
     """Make the artifact that the method aatc needs for a model; goes on where it stopped."""
+    from vllm_kvcompress import cluster
     from vllm_kvcompress.calibration.run import Settings
     from vllm_kvcompress.calibration.run import calibrate as run
     from vllm_kvcompress.calibration.texts import default_sources, read_sources
 
     settings = Settings(
-        bits=bits, preset=preset, group_sizes=tuple(group_size or ()), num_tokens=tokens
+        bits=bits,
+        preset=preset,
+        key_space=key_space,
+        group_sizes=tuple(group_size or ()),
+        num_tokens=tokens,
     )
     console = Console()
     try:
         sources = read_sources(data) if data else default_sources()
-        file = run(model, out, sources, settings, console=console, plots=plots)
+        with cluster.connected(ray) if ray else nullcontext():
+            workers = (ray_workers or cluster.num_machines()) if ray else 0
+            file = run(
+                *(model, out, sources, settings),
+                console=console,
+                plots=plots,
+                ray_workers=workers,
+            )
+    except ValueError as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from None
+    console.print(f"artifact: {file}; report: {out / 'report.md'}", markup=False)
+
+
+train_app = typer.Typer(no_args_is_help=True, help="Train what a method has to learn.")
+app.add_typer(train_app, name="train")
+
+
+@train_app.command()
+def metasoft(
+    model: Annotated[str, typer.Option(help="Model folder, or a name in the Hugging Face cache.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for the artifact, its report, samples and checkpoints.")
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text files or folders, as PATH or PATH=SHARE, like what is served; a mix of "
+            "prose, code and languages when not given."
+        ),
+    ] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="static, dynamic; several times for both.")
+    ] = None,
+    num_tokens: Annotated[int, typer.Option("--k", help="Soft tokens.")] = 32,
+    rows: Annotated[int, typer.Option(help="Rows of the library of dynamic tokens.")] = 512,
+    selection_width: Annotated[int, typer.Option(help="Width in which rows are chosen.")] = 32,
+    pieces: Annotated[int, typer.Option(help="Pieces of text, validation included.")] = 120,
+    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompt.")] = 256,
+    longest: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 768,
+    cuts: Annotated[int, typer.Option(help="Prompts made of a piece of plain text.")] = 4,
+    responses: Annotated[
+        str,
+        typer.Option(help="text: the text's own continuation; or model: the model's own answers."),
+    ] = "text",
+    responses_per_prompt: Annotated[
+        int, typer.Option(help="The model's answers to each prompt.")
+    ] = 1,
+    response_tokens: Annotated[int, typer.Option(help="Tokens of a response.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the model's own answers.")] = 0.7,
+    epochs: Annotated[int, typer.Option(help="Epochs in which everything is learned.")] = 4,
+    selector_epochs: Annotated[
+        int, typer.Option(help="Further epochs of dynamic tokens with the library frozen.")
+    ] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts of a step, over all processes.")] = 4,
+    learning_rate: Annotated[
+        float, typer.Option(help="Relative to the size of what is learned.")
+    ] = 0.1,
+    loss: Annotated[str, typer.Option(help="cross_entropy, or mse, the published one.")] = (
+        "cross_entropy"
+    ),
+    window: Annotated[int, typer.Option(help="Recent tokens that stay raw when served.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16.")] = (
+        "float32"
+    ),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    store: Annotated[
+        bool, typer.Option(help="Keep keys and values on disk; else compute them at every step.")
+    ] = True,
+    resume: Annotated[bool, typer.Option(help="Go on from the checkpoints in the folder.")] = False,
+    plots: Annotated[bool, typer.Option(help="Draw the report's plot (matplotlib).")] = True,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+) -> None:
+    """Train the soft tokens that the method metasoft needs for a model.
+
+    Several processes share the work, on a folder that all of them see: torchrun
+    --nproc-per-node 8 --no-python vllm-kvcompress train metasoft, with the same options.
+    """
+    from vllm_kvcompress.calibration.texts import default_sources, read_sources
+    from vllm_kvcompress.soft_tokens.collect import Responses
+    from vllm_kvcompress.soft_tokens.model import KINDS
+    from vllm_kvcompress.soft_tokens.prompts import Lengths
+    from vllm_kvcompress.soft_tokens.run import train
+    from vllm_kvcompress.soft_tokens.settings import Optimization, Settings
+
+    settings = Settings(
+        kinds=cast(Any, tuple(kind or KINDS)),
+        num_tokens=num_tokens,
+        num_rows=rows,
+        selection_width=selection_width,
+        pieces=pieces,
+        lengths=Lengths(shortest, longest, cuts, response_tokens),
+        responses=Responses(
+            source=cast(Any, responses),
+            per_prompt=responses_per_prompt,
+            temperature=temperature,
+            seed=seed,
+        ),
+        optimization=Optimization(
+            epochs=epochs,
+            selector_epochs=selector_epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            loss=cast(Any, loss),
+            seed=seed,
+        ),
+        window=window,
+        dtype=dtype,
+        store=store,
+    )
+    console = Console()
+    try:
+        sources = read_sources(data) if data else default_sources()
+        file = train(
+            model,
+            out,
+            sources,
+            settings,
+            device=device,
+            console=console,
+            resume=resume,
+            plots=plots,
+        )
     except ValueError as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from None

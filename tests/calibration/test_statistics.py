@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from vllm_kvcompress.calibration import run
 from vllm_kvcompress.calibration.build import output_moments
+from vllm_kvcompress.calibration.rope import Rotation
 from vllm_kvcompress.calibration.run import Settings, cache_shape, output_weights
 from vllm_kvcompress.calibration.statistics import CacheShape, Collector, Statistics, offsets
 
@@ -52,6 +53,55 @@ def test_moments_are_those_of_the_cache(network: Any, collected: Statistics) -> 
             close(getattr(collected, f"{name}_moment")[index], rows.T @ rows)
             sample = getattr(collected, f"{name}s")[index].double()
             torch.testing.assert_close(sample, rows[::5], rtol=2e-3, atol=1e-4)
+
+
+def test_moments_before_rope_are_those_of_the_projection(
+    network: Any, collected: Statistics
+) -> None:
+    rotation = Rotation.of_config(network.config.to_dict())
+    projected = []
+    hooks = [
+        layer.self_attn.k_proj.register_forward_hook(lambda *call: projected.append(call[2][0]))
+        for layer in network.model.layers
+    ]
+    try:
+        found = Collector(
+            network,
+            cache_shape(network.config),
+            num_sink_tokens=SKIP,
+            window=WINDOW,
+            sample_stride=5,
+            rotation=rotation,
+        ).collect(TOKENS, OFFSET, SEED)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for index, keys in enumerate(projected):
+        rows = keys[SKIP:].detach().double()
+        close(found.key_sum[index], rows.sum(0))
+        close(found.key_moment[index], rows.T @ rows)
+    # a rotation leaves lengths as they are, those of gradients and queries too
+    for name in ("key_gradient", "query_moment"):
+        before, after = (
+            getattr(item, name).diagonal(dim1=-2, dim2=-1).sum(-1) for item in (found, collected)
+        )
+        close(before, after)
+        assert not torch.allclose(getattr(found, name), getattr(collected, name))
+    assert torch.equal(found.value_gradient, collected.value_gradient)
+
+
+def test_rope_that_is_not_plain_is_refused(network: Any) -> None:
+    plain = network.config.to_dict()
+    for change in (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
+        {"rope_parameters": None, "rope_theta": None},
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}},
+    ):
+        with pytest.raises(ValueError, match="plain RoPE alone"):
+            Rotation.of_config(plain | change)
+    older = {"rope_parameters": None, "rope_theta": 1e4}
+    assert Rotation.of_config(plain | older) == Rotation(1e4, network.config.head_dim)
 
 
 class Direct:
@@ -186,10 +236,16 @@ def test_offsets_cover_what_the_model_reaches() -> None:
 def test_every_wrong_setting_is_named(
     tiny_model: Callable[..., Path], texts: str, tmp_path: Path
 ) -> None:
-    wrong = Settings(bits=9.0, preset="worst", group_sizes=(3,), num_tokens=100)
+    wrong = Settings(bits=9.0, preset="worst", key_space="rope", group_sizes=(3,), num_tokens=100)
     with pytest.raises(ValueError, match="cannot calibrate") as error:
         make_artifact(tiny_model(), tmp_path, texts, wrong)
-    for part in ("bits = 9", "preset = 'worst'", "num_tokens = 100", "group size 3"):
+    for part in (
+        "bits = 9",
+        "preset = 'worst'",
+        "key_space = 'rope'",
+        "num_tokens = 100",
+        "group size 3",
+    ):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="give more text, or ask for fewer tokens"):
         make_artifact(tiny_model(), tmp_path, texts[:1000])

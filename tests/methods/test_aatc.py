@@ -233,6 +233,27 @@ def test_the_published_recipe_is_for_evaluation_only(
         method.codecs()
 
 
+def test_keys_before_rope_are_for_evaluation_only(model: Path, texts: str, tmp_path: Path) -> None:
+    file = make_artifact(model, tmp_path, texts, replace(TINY, key_space="pre_rope"))
+    coarse, fine = (bound(model, file, bits=bits) for bits in (3.0, 8.0))
+    geometry = shape_of(model).geometry
+    view = layers(320)
+    budget = coarse.budget(320, None, None, geometry)
+    errors = []
+    for method in (coarse, fine):
+        prompt = PromptView(view, OPTIONS, None, geometry, 1000)
+        segments = list(method.compress_prompt(prompt))
+        (dense, *_) = segments
+        error = torch.stack(dense.keys)[:, :316] - view[0].keys[:, 4:]
+        errors.append(float(error.float().square().mean()))
+        if method is coarse:
+            used = sum(s.num_cells(geometry, shape_of(model).cell_bytes) for s in segments)
+            assert geometry.blocks(used) == budget.num_blocks
+    assert errors[1] < errors[0] / 4 < 0.125, "rotated back to where they were"
+    with pytest.raises(ValueError, match=r"can be evaluated, not served.*calibrate --model"):
+        coarse.codecs()
+
+
 def test_a_missing_or_foreign_artifact_says_how_to_make_the_right_one(
     model: Path, artifact: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

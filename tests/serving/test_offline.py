@@ -281,7 +281,10 @@ def test_rows_are_read_as_they_are_written():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("semanticach", "unknown method 'semanticach'; expected one of 'full', 'window', 'none'"),
+        (
+            "semanticach",
+            "unknown method 'semanticach'; expected one of 'full', 'window', 'vllm', 'none'",
+        ),
         ("semanticache:treshold=0.9", "did you mean 'threshold'"),
         ("semanticache:threshold=2", "threshold = 2"),
         ("semanticache:threshold", "expected key=value, got 'threshold'"),

@@ -179,6 +179,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 """Folder with a folder for each model that an artifact is shipped for."""
 
 PRESETS = ("best", "paper")
+KEY_SPACES = ("post_rope", "pre_rope")
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ class Calibration:
         preset: an item of `PRESETS`.
         group_size: KV heads of a group, where nothing speaks against it.
         transforms: by group size.
+        key_space: an item of `KEY_SPACES`.
     """
 
     num_layers: int
@@ -202,6 +204,7 @@ class Calibration:
     preset: str
     group_size: int
     transforms: Mapping[int, Transforms]
+    key_space: str = "post_rope"
 
     def artifact(self, model: ModelIdentity, settings: Mapping[str, Any]) -> Artifact:
         """As it is stored.
@@ -215,7 +218,7 @@ class Calibration:
             tensors.update(transforms.tensors())
         own = {name: getattr(self, name) for name in _SETTINGS}
         group_sizes = sorted(self.transforms)
-        stored = {**settings, **own, "group_sizes": group_sizes}
+        stored = {**settings, **own, "group_sizes": group_sizes, "key_space": self.key_space}
         return Artifact(ARTIFACT_KIND, ARTIFACT_VERSION, model, stored, tensors)
 
     @staticmethod
@@ -234,6 +237,9 @@ class Calibration:
         ]
         if settings.get("preset") not in PRESETS:
             problems.append(f"the preset is {settings.get('preset')!r}, not one of {PRESETS}")
+        key_space = settings.get("key_space", "post_rope")
+        if key_space not in KEY_SPACES:
+            problems.append(f"the key space is {key_space!r}, not one of {KEY_SPACES}")
         sizes: Any = settings.get("group_sizes")
         if not isinstance(sizes, list) or settings.get("group_size") not in sizes:
             problems.append(f"its group sizes are {sizes!r}")
@@ -258,6 +264,7 @@ class Calibration:
         return Calibration(
             **{name: settings[name] for name in _SETTINGS},
             transforms={size: Transforms.read(size, artifact.tensors) for size in sizes},
+            key_space=key_space,
         )
 
 

@@ -110,6 +110,10 @@ class PublishedGroup:
     keys: PublishedSide
     values: PublishedSide
 
+    def recode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is left of keys and values ``[group_size, m, D]`` after coding and decoding."""
+        return self.keys.recode(keys), self.values.recode(values)
+
     def rows_per_cell(self, cell_bytes: int) -> int:
         """Rows that fit a cell, were they packed without a gap."""
         return 8 * cell_bytes // (self.keys.row_bits + self.values.row_bits)

@@ -24,16 +24,21 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_kvcompress.artifacts import ModelIdentity, identify, model_folder
-from vllm_kvcompress.calibration import report
+from vllm_kvcompress.calibration import parts, report
 from vllm_kvcompress.calibration.build import ROUNDS, build, output_moments
-from vllm_kvcompress.calibration.codec import ARTIFACT_FILE, PRESETS, Calibration, Transforms
-from vllm_kvcompress.calibration.statistics import CacheShape, Collector, Statistics, offsets
+from vllm_kvcompress.calibration.codec import (
+    ARTIFACT_FILE,
+    KEY_SPACES,
+    PRESETS,
+    Calibration,
+    Transforms,
+)
+from vllm_kvcompress.calibration.rope import Rotation
+from vllm_kvcompress.calibration.statistics import CacheShape, Statistics, offsets
 from vllm_kvcompress.calibration.texts import Chunk, Source, cut
 
 STATISTICS_FILE = "statistics.safetensors"
-_SAVE_EVERY = 8
 _LONGEST = 8192
-_HELD_OUT = 8
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "wo")
 
 
@@ -44,6 +49,7 @@ class Settings:
     Args:
         bits: mean bits of an index at which losses are measured; served bits may differ.
         preset: "best", or "paper" for the published recipe, which can be evaluated only.
+        key_space: "post_rope", keys as the cache has them; "pre_rope" can be evaluated only.
         group_sizes: KV heads of a group, one transform for each size; empty: 1 and as many as
             the default, `default_group_size`.
         num_tokens: tokens that are looked at.
@@ -55,6 +61,7 @@ class Settings:
 
     bits: float = 2.5
     preset: str = "best"
+    key_space: str = "post_rope"
     group_sizes: tuple[int, ...] = ()
     num_tokens: int = 20_480
     chunk_tokens: int = 512
@@ -69,6 +76,8 @@ class Settings:
             found.append(f"bits = {self.bits:g}: expected a number from 0.5 to 8")
         if self.preset not in PRESETS:
             found.append(f"preset = {self.preset!r}: expected one of {', '.join(PRESETS)}")
+        if self.key_space not in KEY_SPACES:
+            found.append(f"key_space = {self.key_space!r}: expected one of {', '.join(KEY_SPACES)}")
         if self.chunk_tokens < 2 * (self.window + self.num_sink_tokens):
             found.append(
                 f"chunk_tokens = {self.chunk_tokens}: expected at least twice the window and the "
@@ -117,6 +126,7 @@ def calibrate(
     *,
     console: Console | None = None,
     plots: bool = True,
+    ray_workers: int = 0,
 ) -> Path:
     """Calibrate a model and write the artifact, its report and the statistics to a folder.
 
@@ -131,6 +141,8 @@ def calibrate(
         settings: how.
         console: for progress; None is quiet.
         plots: whether the report has plots; they need matplotlib.
+        ray_workers: processes of the connected Ray cluster that share the pass over the text, each
+            with a copy of the model; 0: this process alone.
 
     Returns:
         The artifact's file.
@@ -157,7 +169,15 @@ def calibrate(
     out.mkdir(parents=True, exist_ok=True)
     with _progress(console) as progress:
         statistics, held_out = collect(
-            network, shape, chunks, settings, identity, out / STATISTICS_FILE, progress
+            network,
+            shape,
+            chunks,
+            settings,
+            identity,
+            out / STATISTICS_FILE,
+            progress,
+            folder=folder,
+            ray_workers=ray_workers,
         )
         group_sizes = settings.group_sizes or tuple(sorted({1, default_group_size(shape)}))
         outputs = output_moments(output_weights(network, shape), shape)
@@ -184,6 +204,7 @@ def calibrate(
         settings.preset,
         max(group_sizes),
         transforms,
+        settings.key_space,
     )
     artifact = calibration.artifact(identity, _record(settings, sources))
     artifact.save(out / ARTIFACT_FILE)
@@ -199,17 +220,31 @@ def collect(
     identity: ModelIdentity,
     checkpoint: Path,
     progress: Progress | None = None,
+    *,
+    folder: Path | None = None,
+    ray_workers: int = 0,
 ) -> tuple[Statistics, Statistics]:
     """Statistics of all chunks but every eighth, and of those, which are held out to check with.
 
     Args:
         checkpoint: file that is written every few chunks, and read first if it belongs to the same
             text, model and settings.
+        folder: of the model, for workers of Ray.
+        ray_workers: processes of the connected Ray cluster that share the work; 0: this one alone.
     """
+    rotation = (
+        Rotation.of_config(network.config.to_dict()) if settings.key_space == "pre_rope" else None
+    )
     longest = min(int(network.config.get_text_config().max_position_embeddings), _LONGEST)
     starts = offsets(len(chunks), settings.chunk_tokens, longest)
-    collector = Collector(
-        network, shape, num_sink_tokens=settings.num_sink_tokens, window=settings.window
+    work = parts.Work(
+        shape=shape,
+        token_ids=[chunk.token_ids for chunk in chunks],
+        starts=starts,
+        seed=settings.seed,
+        num_sink_tokens=settings.num_sink_tokens,
+        window=settings.window,
+        rotation=rotation,
     )
     digest = hashlib.sha256(
         json.dumps(
@@ -220,6 +255,7 @@ def collect(
                 settings.num_sink_tokens,
                 settings.window,
                 settings.seed,
+                settings.key_space,
             ],
             sort_keys=True,
         ).encode()
@@ -229,17 +265,23 @@ def collect(
     saved = [_saved(file, digest) for file in files]
     counts = [int(item.num_chunks) if item else 0 for item in saved]
     # both files are of the same moment, or what they hold is not used
-    if all(saved) and counts[1] == sum(counts) // _HELD_OUT:
+    if all(saved) and counts[1] == sum(counts) // parts.PART_CHUNKS:
         done, sums = sum(counts), [item for item in saved if item]
     task = progress.add_task("statistics", total=len(chunks), completed=done) if progress else None
-    for index in range(done, len(chunks)):
-        part = collector.collect(chunks[index].token_ids, starts[index], settings.seed + index)
-        sums[(index + 1) % _HELD_OUT == 0].add(part)
-        if (index + 1) % _SAVE_EVERY == 0 or index + 1 == len(chunks):
-            for item, file in zip(sums, files, strict=True):
-                item.save(file, {"digest": digest})
+
+    def on_chunk() -> None:
         if progress is not None and task is not None:
             progress.advance(task)
+
+    if ray_workers:
+        assert folder is not None
+        pairs = parts.over_ray(work, folder, ray_workers, done, on_chunk)
+    else:
+        pairs = parts.here(work, network, done, on_chunk)
+    for pair in pairs:
+        for total, item, file in zip(sums, pair, files, strict=True):
+            total.add(item)
+            total.save(file, {"digest": digest})
     return sums[0], sums[1]
 
 
@@ -276,8 +318,9 @@ def output_weights(network: Any, shape: CacheShape) -> list[torch.Tensor]:
 
 def _record(settings: Settings, sources: Sequence[Source]) -> dict[str, Any]:
     """What an artifact remembers of how it was made."""
+    elsewhere = ("preset", "group_sizes", "key_space")
     return {
-        **{k: v for k, v in asdict(settings).items() if k not in ("preset", "group_sizes")},
+        **{k: v for k, v in asdict(settings).items() if k not in elsewhere},
         "texts": [source.record() for source in sources],
     }
 

@@ -1,8 +1,9 @@
 """Moments of keys, values, queries and gradients of a model, collected in one pass over text.
 
 Everything is taken as it goes into attention: after projection, normalization and RoPE, so any
-model whose attention transformers can replace will do. Sums are float64 and are added chunk by
-chunk, so that a pass can be cut, resumed, and shared between machines.
+model whose attention transformers can replace will do. With a `Rotation` that RoPE is undone. Sums
+are float64 and are added chunk by chunk, so that a pass can be cut, resumed, and shared between
+machines.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AttentionInterface
+
+from vllm_kvcompress.calibration.rope import Rotation
 
 _ATTENTION = "kvcompress_calibration"
 
@@ -129,6 +132,7 @@ class Collector:
             they are unlike all others.
         window: tokens nearest to a query, whose gradient is left out: they are raw as well.
         sample_stride: every how many tokens one goes into the sample.
+        rotation: taken off keys, their gradients and queries; None leaves them rotated.
     """
 
     def __init__(
@@ -139,8 +143,11 @@ class Collector:
         num_sink_tokens: int = 4,
         window: int = 64,
         sample_stride: int = 8,
+        rotation: Rotation | None = None,
     ) -> None:
         self._model = model
+        self._rotation = rotation
+        self._offset = 0
         self._shape = shape
         self._skip = num_sink_tokens
         self._window = window
@@ -161,6 +168,7 @@ class Collector:
             seed: of the tokens that are drawn from the model.
         """
         self._sum = Statistics.empty(self._shape)
+        self._offset = offset
         embed = self._model.get_input_embeddings()
         inputs = embed(torch.tensor([token_ids])).detach().requires_grad_(True)
         positions = torch.arange(offset, offset + len(token_ids))[None]
@@ -192,12 +200,12 @@ class Collector:
     ) -> tuple[torch.Tensor, None]:
         layer = module.layer_idx
         with torch.no_grad():
-            self._add_moments(layer, query[0], key[0], value[0])
+            self._add_moments(layer, self._turn(query[0]), self._turn(key[0]), value[0])
         scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
 
         def record(key_gradient: torch.Tensor, value_gradient: torch.Tensor) -> None:
             for total, part in (
-                (self._sum.key_gradient, key_gradient),
+                (self._sum.key_gradient, self._turn(key_gradient)),
                 (self._sum.value_gradient, value_gradient),
             ):
                 rows = self._rows(part)
@@ -207,6 +215,10 @@ class Collector:
             query[0], key[0], value[0], scale, self._window, record
         )
         return output.transpose(0, 1)[None], None
+
+    def _turn(self, x: torch.Tensor) -> torch.Tensor:
+        """``[heads, T, D]`` without RoPE, if that is asked for."""
+        return x if self._rotation is None else self._rotation.undo(x, self._offset)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """``[H, T, D] -> float64 [T - skipped, n]``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -21,7 +22,8 @@ from vllm_kvcompress.calibration.codec import (
     SHIPPED,
     Calibration,
 )
-from vllm_kvcompress.calibration.published import PublishedGroup, published_groups
+from vllm_kvcompress.calibration.published import published_groups
+from vllm_kvcompress.calibration.rope import Rotation
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.core import (
     Budget,
@@ -56,8 +58,9 @@ class AATC(Method):
     attention needs no decoded key; the transform whitens the covariance in a metric that says what
     an error does to the model's output (`calibration.transform`); losses are measured instead of
     modelled (`calibration.distortion`); widths come from a set that packs into bytes; up to 4 bits
-    the levels are Lloyd-Max levels. The published recipe is there to compare with, as the preset
-    ``paper`` of ``calibrate``, in the simulation only.
+    the levels are Lloyd-Max levels. The published recipe and keys before RoPE are there to compare
+    with, as ``--preset paper`` and ``--key-space pre_rope`` of ``calibrate``, in the simulation
+    only.
 
     Args:
         config: see above.
@@ -93,7 +96,7 @@ class AATC(Method):
         """See `Method.codecs`.
 
         Raises:
-            ValueError: the artifact has the published recipe, which has no byte format.
+            ValueError: the artifact can be evaluated only.
         """
         return self._model.codecs()
 
@@ -135,8 +138,13 @@ class AATC(Method):
         keys, values = layer.keys[:, num_sinks:], layer.values[:, num_sinks:]
         sinks = (list(layer.keys[:, :num_sinks]), list(layer.values[:, :num_sinks]))
         bias = [torch.zeros(num_sinks)] * len(layer.keys)
-        if self._model.published is not None:
-            parts = self._model.published[settings]
+        if self._model.recoders is not None:
+            parts, rotation = self._model.recoders[settings], self._model.rotation
+            if rotation is not None:
+                keys = rotation.undo(keys, num_sinks)
+            keys, values = _recode(keys, values, parts)
+            if rotation is not None:
+                keys = rotation.apply(keys, num_sinks)
             return _recoded(Segment(*sinks, bias), keys, values, parts)
         codecs = self._model.codecs()[settings]
         size = len(keys) // len(codecs)
@@ -183,15 +191,17 @@ class _Bound:
 
     Args:
         shape: of the model.
-        coded: codecs of each layer and group; None for the published recipe.
-        published: coders of the published recipe, else None.
+        coded: codecs of each layer and group; None for what can be evaluated only.
+        recoders: in their place, for what can be evaluated only, else None.
+        rotation: RoPE, where keys are coded before it.
         rows_per_cell: for each rank the rows per cell of all its groups.
         source: file that it comes from.
     """
 
     shape: ModelShape
     coded: list[list[GroupCodec]] | None
-    published: list[list[PublishedGroup]] | None
+    recoders: Sequence[Sequence[_Recoder]] | None
+    rotation: Rotation | None
     rows_per_cell: list[list[int]]
     source: Path
 
@@ -199,10 +209,36 @@ class _Bound:
         if self.coded is None:
             raise ValueError(
                 f"aatc: {self.source} was made with the preset 'paper', whose codes of any width "
-                "have no byte format: it can be evaluated, not served; make one to serve with: "
+                "have no byte format, or with keys before RoPE, which attention cannot read coded: "
+                "it can be evaluated, not served; make one to serve with: "
                 f"{_command(self.shape.model)}"
             )
         return self.coded
+
+
+class _Recoder(Protocol):
+    """Codes and decodes the entries of a group at once."""
+
+    def recode(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rows_per_cell(self, cell_bytes: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class _CodecRecoder:
+    """What a codec leaves of entries."""
+
+    codec: GroupCodec
+
+    def recode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = reference.encode(keys, values, self.codec)
+        decoded = reference.decode(codes, self.codec, keys.shape[-1])
+        return decoded[0].to(keys.dtype), decoded[1].to(values.dtype)
+
+    def rows_per_cell(self, cell_bytes: int) -> int:
+        return self.codec.layout.rows_per_cell(cell_bytes)
 
 
 @dataclass(frozen=True)
@@ -214,7 +250,7 @@ class _Recoded(Segment):
         num_rows: rows that were coded.
     """
 
-    recoded_by: Sequence[PublishedGroup] = ()
+    recoded_by: Sequence[_Recoder] = ()
     num_rows: int = 0
 
     def num_cells(self, geometry: SlabGeometry, cell_bytes: int) -> int:
@@ -222,25 +258,27 @@ class _Recoded(Segment):
         return sum(geometry.cells(m - self.num_rows) for m in self.num_entries) + coded
 
 
-def _recoded(
-    sinks: Segment, keys: torch.Tensor, values: torch.Tensor, parts: list[PublishedGroup]
-) -> Segment:
-    """Raw entries in place of the rows that the published recipe makes of ``[H, m, D]``."""
+def _recode(
+    keys: torch.Tensor, values: torch.Tensor, parts: Sequence[_Recoder]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is left of ``[H, m, D]`` when each group of heads is coded and decoded."""
     size = len(keys) // len(parts)
-    coded_keys, coded_values = (
-        torch.cat(
-            [
-                getattr(part, side).recode(x[group * size : (group + 1) * size])
-                for group, part in enumerate(parts)
-            ]
-        )
-        for side, x in (("keys", keys), ("values", values))
-    )
+    recoded = [
+        part.recode(k, v)
+        for part, k, v in zip(parts, keys.split(size), values.split(size), strict=True)
+    ]
+    return torch.cat([pair[0] for pair in recoded]), torch.cat([pair[1] for pair in recoded])
+
+
+def _recoded(
+    sinks: Segment, keys: torch.Tensor, values: torch.Tensor, parts: Sequence[_Recoder]
+) -> Segment:
+    """Raw entries ``[H, m, D]`` in place of the rows that they were recoded through."""
     num_rows = keys.shape[1]
     bias = torch.zeros(num_rows)
     return _Recoded(
-        [torch.cat(pair) for pair in zip(coded_keys, sinks.keys, strict=True)],
-        [torch.cat(pair) for pair in zip(coded_values, sinks.values, strict=True)],
+        [torch.cat(pair) for pair in zip(keys, sinks.keys, strict=True)],
+        [torch.cat(pair) for pair in zip(values, sinks.values, strict=True)],
         [torch.cat([bias, own]) for own in sinks.bias],
         recoded_by=parts,
         num_rows=num_rows,
@@ -272,6 +310,9 @@ def _bind(shape: ModelShape, bits: float, artifact: str | None, with_bias: bool)
         for rank in range(shape.num_ranks)
     ]
     own = first_groups[shape.rank]
+    rotation = None
+    if calibration.key_space == "pre_rope":
+        rotation = Rotation.of_model(model_folder(shape.model))
     if calibration.preset == "paper":
         by_first = {
             first: published_groups(transforms, shape.layers, range(first, first + per_rank), bits)
@@ -281,7 +322,7 @@ def _bind(shape: ModelShape, bits: float, artifact: str | None, with_bias: bool)
             [group.rows_per_cell(shape.cell_bytes) for layer in groups for group in layer]
             for groups in by_first.values()
         ]
-        return _Bound(shape, None, by_first[own], rows, file)
+        return _Bound(shape, None, by_first[own], rotation, rows, file)
     widths = {
         first: transforms.widths(
             shape.layers, range(first, first + per_rank), bits, shape.cell_bytes, with_bias
@@ -296,7 +337,10 @@ def _bind(shape: ModelShape, bits: float, artifact: str | None, with_bias: bool)
         for layer, groups in zip(shape.layers, widths[own], strict=True)
     ]
     rows = [[group.rows for layer in groups for group in layer] for groups in widths.values()]
-    return _Bound(shape, codecs, None, rows, file)
+    if rotation is not None:
+        recoders = [[_CodecRecoder(codec) for codec in layer] for layer in codecs]
+        return _Bound(shape, None, recoders, rotation, rows, file)
+    return _Bound(shape, codecs, None, None, rows, file)
 
 
 def _load(shape: ModelShape, artifact: str | None) -> tuple[Path, Calibration]:

@@ -144,6 +144,37 @@ def _flags(context: typer.Context) -> dict[str, Any]:
     return {"command": context.info_name, **{k: plain(v) for k, v in context.params.items()}}
 
 
+def _evaluate_here(engine: Any, calls: list[Any], rows: list[Any]) -> list[Any]:
+    """The measurements of `over_ray.Call`s, in this process."""
+    from kvcompress_serving.evaluation.over_ray import EVALUATIONS
+
+    measurements = []
+    for call in calls:
+        with _progress(call.name, call.num_prompts * len(rows)) as step:
+            measurements += EVALUATIONS[call.name](engine, on_step=step, **call.arguments)
+    return measurements
+
+
+def _evaluate_over_ray(
+    address: str, num_workers: int | None, model: Path, options: Any, calls: list[Any]
+) -> list[Any]:
+    from kvcompress_serving.evaluation import over_ray
+    from vllm_kvcompress import cluster
+
+    with cluster.connected(address):
+        workers = num_workers or cluster.num_machines()
+        total = sum(call.num_prompts for call in calls)
+        with _progress(f"prompts over {workers} workers", total) as step:
+
+            def on_prompts(_call: Any, count: int) -> None:
+                for _ in range(count):
+                    step()
+
+            return over_ray.evaluate(
+                *(model.expanduser().resolve(), options, calls, workers), on_prompts
+            )
+
+
 @app.command()
 def offline(
     context: typer.Context,
@@ -183,22 +214,19 @@ def offline(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     block_size: Annotated[int, typer.Option(min=1, help="Block size of the engine.")] = 32,
     seed: Seed = 0,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster that shares the prompts: HOST:PORT, 'auto', 'local'."),
+    ] = None,
+    ray_workers: Annotated[
+        int | None, typer.Option(min=1, help="Its processes; one for each machine by default.")
+    ] = None,
 ) -> None:
     """Evaluate methods on a Hugging Face model in this process, without a server."""
     with _user_errors():
-        from kvcompress_serving.evaluation import (
-            fidelity as fidelity_module,
-        )
-        from kvcompress_serving.evaluation import (
-            offline as offline_module,
-        )
-        from kvcompress_serving.evaluation import (
-            plots,
-            provenance,
-            retrieval,
-            texts,
-        )
-        from kvcompress_serving.evaluation.results import Measurement, Run
+        from kvcompress_serving.evaluation import offline as offline_module
+        from kvcompress_serving.evaluation import over_ray, plots, provenance, texts
+        from kvcompress_serving.evaluation.results import Run
         from kvcompress_serving.evaluation.rows import rows_of
 
         if html is not None:
@@ -208,41 +236,42 @@ def offline(
             raise ValueError("nothing to measure: give --task, or leave out --no-fidelity")
         rows = rows_of(list(row))
         sources = texts.read_sources(text) if text else texts.default_sources()
-        engine = offline_module.Offline(
-            model, dtype=offline_module.data_type(dtype), block_size=block_size
-        )
-        measurements: list[Measurement] = []
+        options: dict[str, Any] = {
+            "dtype": offline_module.data_type(dtype),
+            "block_size": block_size,
+        }
+        calls = []
         if fidelity:
+            arguments = {
+                "rows": list(row),
+                "documents": sources,
+                "prompt_tokens": prompt_tokens,
+                "continuation_tokens": continuation_tokens,
+                "greedy_tokens": greedy_tokens,
+                "per_kind": documents,
+            }
             kinds = len({source.kind for source in sources})
-            with _progress("fidelity", kinds * documents * len(rows)) as step:
-                measurements += fidelity_module.evaluate(
-                    engine,
-                    rows,
-                    sources,
-                    prompt_tokens=prompt_tokens,
-                    continuation_tokens=continuation_tokens,
-                    greedy_tokens=greedy_tokens,
-                    per_kind=documents,
-                    on_step=step,
-                )
+            calls.append(over_ray.Call("fidelity", kinds * documents, arguments))
         if names:
-            total = len(names) * len(length) * samples * len(orders) * len(rows)
-            with _progress("retrieval", total) as step:
-                measurements += retrieval.evaluate(
-                    engine,
-                    rows,
-                    names,
-                    lengths=length,
-                    num_samples=samples,
-                    orders=orders,
-                    text=_read_haystack(haystack),
-                    two_questions=two_questions,
-                    generate=generate,
-                    chat=chat,
-                    seed=seed,
-                    on_step=step,
-                )
-        origin = provenance.collect(engine.path, seed, _flags(context))
+            arguments = {
+                "rows": list(row),
+                "tasks": names,
+                "lengths": length,
+                "num_samples": samples,
+                "orders": orders,
+                "text": _read_haystack(haystack),
+                "two_questions": two_questions,
+                "generate": generate,
+                "chat": chat,
+                "seed": seed,
+            }
+            total = len(names) * len(length) * samples * len(orders)
+            calls.append(over_ray.Call("retrieval", total, arguments))
+        if ray is None:
+            measurements = _evaluate_here(offline_module.Offline(model, **options), calls, rows)
+        else:
+            measurements = _evaluate_over_ray(ray, ray_workers, model, options, calls)
+        origin = provenance.collect(model.expanduser(), seed, _flags(context))
         settings = {item.name: dict(item.settings) for item in rows}
         _write(Run(origin, settings, measurements), out, markdown, html, None)
 

@@ -87,6 +87,7 @@ def evaluate(
     continuation_tokens: int = 128,
     greedy_tokens: int = 64,
     per_kind: int = 4,
+    places: range | None = None,
     on_step: Callable[[], Any] = lambda: None,
     **settings: Any,
 ) -> list[Measurement]:
@@ -101,6 +102,7 @@ def evaluate(
         continuation_tokens: tokens fed after it, the text's own.
         greedy_tokens: length of the greedy comparison; 0 leaves it out.
         per_kind: stretches of each kind of text.
+        places: of all stretches in order, the numbers of those that are evaluated; None: all.
         on_step: called after each row of each stretch, for a progress bar.
         settings: of `Offline`, where ``model`` is a folder.
 
@@ -112,9 +114,8 @@ def evaluate(
     length = prompt_tokens + continuation_tokens
     start = engine.start()
     measurements = []
-    for document, ids in cut(
-        documents or default_sources(), engine.encode, length - len(start), per_kind
-    ):
+    stretches = cut(documents or default_sources(), engine.encode, length - len(start), per_kind)
+    for document, ids in stretches if places is None else [stretches[place] for place in places]:
         ids = [*start, *ids]
         run = engine.full(ids[:prompt_tokens], ids[prompt_tokens:])
         greedy = run.greedy(greedy_tokens) if greedy_tokens > 1 else []

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as transformers_logging
 
+from kvcompress_serving.evaluation.peers import CacheType
 from kvcompress_serving.evaluation.results import token_digest
 from kvcompress_serving.evaluation.rows import Row
 from kvcompress_serving.evaluation.sizes import (
@@ -20,6 +21,7 @@ from kvcompress_serving.evaluation.sizes import (
     CacheShape,
     full_bytes,
     kept_share,
+    peer_bytes,
     true_bytes,
 )
 from vllm_kvcompress.config import CompressionConfig
@@ -115,11 +117,12 @@ class FullRun:
 
 
 class _FullSession:
-    """Tokens fed one after another over a copy of the full cache."""
+    """Tokens fed one after another over a copy of a cache that holds every token, by default the
+    full one."""
 
-    def __init__(self, run: FullRun) -> None:
+    def __init__(self, run: FullRun, cache: DynamicCache | None = None) -> None:
         self._model = run.model
-        self._cache = copy.deepcopy(run.cache)
+        self._cache = copy.deepcopy(run.cache if cache is None else cache)
 
     @torch.inference_mode()
     def feed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -157,6 +160,7 @@ class CompressedRun:
     bypassed: str
     _full: FullRun
     _compressed: tuple[Simulation, CompressedPrompt] | None = None
+    _cache: DynamicCache | None = None
 
     @property
     def digest(self) -> str:
@@ -165,7 +169,7 @@ class CompressedRun:
 
     def _session(self) -> _CompressedSession | _FullSession:
         if self._compressed is None:
-            return _FullSession(self._full)
+            return _FullSession(self._full, self._cache)
         return _CompressedSession(*self._compressed)
 
     def feed(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -175,7 +179,8 @@ class CompressedRun:
             float32 ``[len(token_ids), vocab]``.
         """
         known = self._full.continuation[: len(token_ids)]
-        if self._compressed is None and list(token_ids) == known:
+        stock = self._compressed is None and self._cache is None
+        if stock and list(token_ids) == known:
             return self._full.logits[: len(known)]
         return self._session().feed(token_ids)
 
@@ -268,6 +273,12 @@ class Offline:
     def compress(self, row: Row, run: FullRun) -> CompressedRun:
         """What ``row`` makes of a prompt."""
         num_tokens = len(run.prompt)
+        if row.cache_type is not None:
+            kind = CacheType.of(row.cache_type, self.shape.head_size)
+            cache = kind.cache(run.cache, self.model.config)
+            return CompressedRun(
+                peer_bytes(kind, num_tokens, self.shape), 1.0, "", run, _cache=cache
+            )
         if row.method is None:
             return CompressedRun(full_bytes(num_tokens, self.shape), 1.0, "", run)
         self._show(row.method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ def evaluate(
     generate: bool = False,
     chat: bool = False,
     seed: int = 0,
+    places: range | None = None,
     on_step: Callable[[], Any] = lambda: None,
     **settings: Any,
 ) -> list[Measurement]:
@@ -108,6 +110,7 @@ def evaluate(
         generate: also generate answers and score their text; slow.
         chat: put prompts into the model's chat template.
         seed: of the samples.
+        places: of all prompts in order, the numbers of those that are evaluated; None: all.
         on_step: called after each row of each prompt.
         settings: of `Offline`, where ``model`` is a folder.
 
@@ -130,6 +133,7 @@ def evaluate(
     )
     decode = engine.decode if generate else None
     measurements = []
+    numbers = itertools.count()
     for task in tasks:
         for num_tokens in lengths:
             for sample in samples(
@@ -142,6 +146,9 @@ def evaluate(
                 two_questions=two_questions,
             ):
                 for order in orders:
+                    number = next(numbers)
+                    if places is not None and number not in places:
+                        continue
                     case = make_case(sample, order, engine.encode, start, frame)
                     run = engine.full(case.prompt, case.continuation)
                     for row in chosen:

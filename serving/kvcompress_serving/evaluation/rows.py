@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvcompress_kernels.formats import SlabGeometry
+from kvcompress_serving.evaluation.peers import CACHE_TYPES
 from vllm_kvcompress.config import (
     CompressionConfig,
     method_names,
@@ -29,6 +30,7 @@ from vllm_kvcompress.methods.base import Method
 from vllm_kvcompress.methods.registry import create_method
 
 FULL = "full"
+PEER = "vllm"
 WINDOW = "window"
 
 
@@ -82,16 +84,18 @@ class Row:
         method: with its configuration; None is the full cache. The tokenizer is bound later.
         options: what a request would ask for.
         settings: what the row was made from, for the report.
+        cache_type: a cache type of vLLM's own in place of a method, an item of `CACHE_TYPES`.
     """
 
     name: str
     method: Method | None = None
     options: RequestOptions = field(default_factory=lambda: RequestOptions("none"))
     settings: Mapping[str, Any] = field(default_factory=dict)
+    cache_type: str | None = None
 
     @property
     def is_full(self) -> bool:
-        return self.method is None
+        return self.method is None and self.cache_type is None
 
     @staticmethod
     def of(name: str, settings: Mapping[str, Any]) -> Row:
@@ -108,8 +112,10 @@ class Row:
             return Row(name, settings=settings)
         if method == WINDOW:
             return _window_row(name, settings)
+        if method == PEER:
+            return _peer_row(name, settings)
         if method not in method_names():
-            allowed = ", ".join(f"'{other}'" for other in (FULL, WINDOW, *method_names()))
+            allowed = ", ".join(f"'{other}'" for other in (FULL, WINDOW, PEER, *method_names()))
             raise ValueError(f"row '{name}': unknown method {method!r}; expected one of {allowed}")
         config = parse_config(settings)
         return Row(name, create_method(config), request_options({}, config), settings)
@@ -152,6 +158,16 @@ def _window_row(name: str, settings: dict[str, Any]) -> Row:
     config = parse_config({"method": "none"} | common)
     method = WindowOnly(config, float(keep), config.num_sink_tokens)
     return Row(name, method, RequestOptions(WINDOW, keep=float(keep)), settings)
+
+
+def _peer_row(name: str, settings: dict[str, Any]) -> Row:
+    """A cache of vLLM's own type: ``vllm:cache=fp8``."""
+    cache_type = settings.get("cache")
+    if set(settings) != {"method", "cache"} or cache_type not in CACHE_TYPES:
+        raise ValueError(
+            f"row '{name}': '{PEER}' takes cache, one of {', '.join(CACHE_TYPES)}; got {settings}"
+        )
+    return Row(name, settings=settings, cache_type=cache_type)
 
 
 def rows_of(texts: list[str | Row]) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcompress_kernels.formats import BIAS_DTYPE, SlabGeometry
+from kvcompress_serving.evaluation.peers import CacheType
 from vllm_kvcompress.simulation import CompressedPrompt
 
 
@@ -87,6 +88,15 @@ def full_bytes(num_tokens: int, shape: CacheShape) -> CacheBytes:
     raw = num_tokens * width * shape.slot_bytes
     blocks = shape.geometry.cells(num_tokens)
     return CacheBytes(0, raw, raw, num_tokens, blocks, blocks)
+
+
+def peer_bytes(kind: CacheType, num_tokens: int, shape: CacheShape) -> CacheBytes:
+    """A prompt in a cache of vLLM's own type; blocks are those of a pool of raw ones of the same
+    bytes, rounded up."""
+    full = full_bytes(num_tokens, shape)
+    kept = num_tokens * kind.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.slot_bytes)
+    blocks = -(-full.blocks * kept // full.raw)
+    return CacheBytes(0, kept, full.raw, num_tokens, blocks, full.raw_blocks)
 
 
 def true_bytes(compressed: CompressedPrompt, num_tokens: int, shape: CacheShape) -> CacheBytes:
