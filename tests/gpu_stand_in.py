@@ -23,10 +23,10 @@ _VARIABLES = {
 }
 
 
-def run_module(name: str) -> None:
+def run_module(name: str, marks: str = "not slow") -> None:
     """Run a test module of ``tests/engine`` in a process with the stand-in."""
     # numpy warns of overflows that a GPU makes in silence
-    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", "--durations=8"]
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", "-m", marks]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"tests/engine/{name}"],
         cwd=_FOLDER.parent,

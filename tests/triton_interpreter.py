@@ -33,11 +33,12 @@ def require() -> None:
     repair()
 
 
-def run_module(name: str) -> None:
-    """Run a test module of ``tests/kernels`` in a process with the interpreter on."""
+def run_modules(*names: str, marks: str = "not slow") -> None:
+    """Run test modules of ``tests/kernels`` in one process with the interpreter on."""
     # numpy warns of overflows that a GPU makes in silence
-    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
-    command = [sys.executable, "-m", "pytest", *options, f"tests/kernels/{name}"]
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", "-m", marks]
+    modules = [f"tests/kernels/{name}" for name in names]
+    command = [sys.executable, "-m", "pytest", *options, *modules]
     result = subprocess.run(
         command,
         cwd=_FOLDER.parent,

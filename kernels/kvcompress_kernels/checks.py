@@ -35,6 +35,26 @@ def check_cpu_pool(kv_cache: torch.Tensor) -> None:
         )
 
 
+def check_gpu_pool(kv_cache: torch.Tensor) -> None:
+    """Raise ValueError unless ``kv_cache`` is a pool of GPU cells (`formats.gpu_pool`)."""
+    shape = tuple(kv_cache.shape)
+    if (
+        kv_cache.dim() != 6
+        or shape[0] != 2
+        or kv_cache.dtype not in DTYPES
+        or shape[4] % 16
+        or shape[5] % 16
+        or not 0 < shape[5] <= MAX_HEAD_SIZE
+        or kv_cache.stride(5) != 1
+        or kv_cache[0].stride() != kv_cache[1].stride()
+    ):
+        raise ValueError(
+            "kv_cache: expected bfloat16, float16 or float32 [2, L, B, H, N, D] (formats.gpu_pool "
+            f"makes it of vLLM's cache) with N and D multiples of 16, D at most {MAX_HEAD_SIZE} "
+            f"and the last dimension contiguous, got {describe(kv_cache)}"
+        )
+
+
 def check_blocks(name: str, symbol: str, blocks: torch.Tensor, num_blocks: int) -> None:
     """Raise ValueError unless ``blocks`` is a list of block ids.
 

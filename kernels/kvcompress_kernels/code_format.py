@@ -293,6 +293,17 @@ def read_rows(
     return Codes(torch.cat(keys), torch.cat(values), torch.cat(scales, 1))
 
 
+def gpu_rows(pool: torch.Tensor) -> torch.Tensor:
+    """Copy a GPU pool ``[2, L, B, H, N, D]`` into cells ``[L, B, H, N, 2 * D]``, the bytes of each
+    in the order in which rows are written there: the key of a slot, its value, the next slot."""
+    return pool.movedim(0, 4).flatten(4).clone(memory_format=torch.contiguous_format)
+
+
+def copy_gpu_rows(cells: torch.Tensor, pool: torch.Tensor) -> None:
+    """Copy what `gpu_rows` made back into a GPU pool."""
+    pool.copy_(cells.unflatten(4, (2, -1)).movedim(4, 0))
+
+
 @dataclass(frozen=True)
 class SideCodec:
     """Transform and coder of the keys or the values of one group.

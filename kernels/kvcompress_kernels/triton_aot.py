@@ -23,12 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcompress_kernels.cluster_merge import triton as cluster_merge
+from kvcompress_kernels.code_rows import triton as code_rows
+from kvcompress_kernels.coded_attention import triton as coded_attention
 from kvcompress_kernels.segment_attention import triton as segment_attention
+from kvcompress_kernels.select_merge import triton as select_merge
+from kvcompress_kernels.window_scores import triton as window_scores
 
 ARCHITECTURES = (80, 90, 100)
 # CUDA C++ Programming Guide, technical specifications per compute capability: bytes of shared
@@ -38,6 +43,7 @@ _MULTIPROCESSOR_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 _REGISTERS, _THREADS, _PROGRAMS, _RESERVED_SHARED = 65536, 2048, 32, 1024
 
 _DTYPES = {"bf16": "*bf16", "fp16": "*fp16"}
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,10 @@ NUM_SPLITS = 16
 LONG_QUERY = 512
 # config `max_chunk`: its default and its largest value
 CHUNKS = (64, 128)
+# config `observed_queries`: its default and its largest value
+NUM_QUERIES = (32, 256)
+# numbers of a group that calibration takes for one transform, at most
+LARGEST_GROUP = 512
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,8 @@ class Job:
 
     @property
     def is_decode(self) -> bool:
-        return self.label.startswith("decode")
+        """Whether every generated token waits for it."""
+        return self.label.startswith(("decode", "coded"))
 
 
 def jobs() -> Iterator[Job]:
@@ -96,21 +107,30 @@ def jobs() -> Iterator[Job]:
         yield from _attention_jobs(shape, block_size, dtype)
     for dtype, shape, block_size in configurations:
         yield from _cluster_jobs(shape, block_size, dtype)
+    # run once per prompt: one type and one block size say enough
+    for shape in SHAPES:
+        yield from _selection_jobs(shape, BLOCK_SIZES[0], "bf16")
+        yield from _encode_jobs(shape, "bf16")
+    for dtype, shape in itertools.product(_DTYPES, SHAPES):
+        for group_size in sorted({1, _largest_group(shape)}):
+            yield from _coded_attention_jobs(shape, dtype, group_size)
 
 
 def _attention_jobs(shape: Shape, block_size: int, dtype: str) -> Iterator[Job]:
     element = _DTYPES[dtype]
     block_d = max(16, triton.next_power_of_2(shape.head_size))
     kinds = [
-        ("decode", shape.ratio, NUM_SPLITS),
-        ("decode unsplit", shape.ratio, 1),
-        ("long query", shape.ratio * LONG_QUERY, 1),
+        ("decode", shape.ratio, NUM_SPLITS, False),
+        ("decode unsplit", shape.ratio, 1, False),
+        ("decode after codes", shape.ratio, NUM_SPLITS, True),
+        ("long query", shape.ratio * LONG_QUERY, 1, False),
     ]
-    for label, num_lanes, num_splits in kinds:
+    for label, num_lanes, num_splits, has_partial in kinds:
         tiling = segment_attention.choose_tiling(shape.head_size, num_lanes)
         types: dict[str, Any] = {
             **dict.fromkeys(("query_ptr", "output_ptr", "key_ptr", "value_ptr"), element),
             **dict.fromkeys(("bias_ptr", "partial_ptr", "stats_ptr"), "*fp32"),
+            **dict.fromkeys(("partial_output_ptr", "partial_log_sum_ptr"), "*fp32"),
             **dict.fromkeys(
                 (
                     "block_table_ptr",
@@ -132,6 +152,8 @@ def _attention_jobs(shape: Shape, block_size: int, dtype: str) -> Iterator[Job]:
             "OUTPUT_STRIDES": ("i32", "i32"),
             "CACHE_STRIDES": ("i64", "i32", "i32", "i32"),
             "BIAS_STRIDES": ("i32", "i32", "i32"),
+            "PARTIAL_STRIDES": ("i32", "i32"),
+            "LOG_SUM_STRIDES": ("i32", "i32"),
         }
         constants = {
             "NUM_LAYERS": shape.num_layers,
@@ -143,6 +165,7 @@ def _attention_jobs(shape: Shape, block_size: int, dtype: str) -> Iterator[Job]:
             "BLOCK_M": tiling.block_m,
             "TILE": tiling.tile,
             "NUM_SPLITS": num_splits,
+            "HAS_PARTIAL": has_partial,
         }
         yield Job(
             label,
@@ -241,6 +264,183 @@ def _cluster_jobs(shape: Shape, block_size: int, dtype: str) -> Iterator[Job]:
     )
 
 
+def _selection_jobs(shape: Shape, block_size: int, dtype: str) -> Iterator[Job]:
+    element = _DTYPES[dtype]
+    common = {
+        "BLOCK_SIZE": block_size,
+        "HEAD_SIZE": shape.head_size,
+        "BLOCK_D": max(16, triton.next_power_of_2(shape.head_size)),
+    }
+    strides = {"CACHE_STRIDES": ("i64", "i32", "i32", "i32")}
+    counts = ("num_tokens", "num_scored", "first_position", "num_queries")
+    for num_queries in NUM_QUERIES:
+        block_m, tile = window_scores.choose_tiling(shape.head_size, shape.ratio * num_queries)
+        constants = {
+            **common,
+            "RATIO": shape.ratio,
+            "NUM_KV_HEADS": shape.num_kv_heads,
+            "BLOCK_M": block_m,
+            "TILE": tile,
+        }
+        for label, kernel, floats in (
+            ("sums", window_scores.sums_kernel, ("stats_ptr",)),
+            ("mass", window_scores.mass_kernel, ("log_sum_ptr", "mass_ptr", "score_ptr")),
+        ):
+            types: dict[str, Any] = {
+                **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), element),
+                **dict.fromkeys(floats, "*fp32"),
+                "table_ptr": "*i32",
+                **dict.fromkeys(counts, "i32"),
+                "scale": "fp32",
+                **strides,
+            }
+            yield _job(
+                f"{label} {num_queries}", kernel, shape, block_size, dtype, types, constants, 4
+            )
+    pointers = {
+        **dict.fromkeys(("key_ptr", "value_ptr"), element),
+        **dict.fromkeys(("bias_ptr", "mass_ptr", "weight_ptr"), "*fp32"),
+        "kept_ptr": "*u8",
+        **dict.fromkeys(("source_ptr", "slab_ptr", "target_ptr", "entry_ptr"), "*i32"),
+        **dict.fromkeys(("first_cell_ptr", "next_cell_ptr"), "*i32"),
+    }
+    numbers = ("first_layer", "num_tokens", "bucket", "tiles_per_bucket", "num_cells")
+    types = {
+        **pointers,
+        **dict.fromkeys(numbers, "i32"),
+        "alpha": "fp32",
+        **strides,
+        "BIAS_STRIDES": ("i32", "i32", "i32"),
+    }
+    route = {
+        **common, "TOKENS": select_merge.ROUTE_TOKENS, "CANDIDATES": select_merge.CANDIDATES
+    }  # fmt: skip
+    yield _job("route", select_merge.route_kernel, shape, block_size, dtype, types, route, 2)
+    write = {
+        **common,
+        "NUM_LAYERS": shape.num_layers,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "TOKENS": select_merge.MERGE_TOKENS,
+        "MERGE": True,
+    }
+    yield _job("write", select_merge.merge_kernel, shape, block_size, dtype, types, write, 4)
+
+
+_BYTE_STRIDES = ("i64",) * 5
+
+
+def _cells(shape: Shape) -> dict[str, int]:
+    """How kernels find bytes of cells: blocks may have any size."""
+    half = 2 * shape.head_size
+    return {"NUM_LAYERS": shape.num_layers, "NUM_KV_HEADS": shape.num_kv_heads, "HALF": half}
+
+
+def _encode_jobs(shape: Shape, dtype: str) -> Iterator[Job]:
+    block_size = BLOCK_SIZES[0]
+    numbers = ("num_rows", "rows_per_cell", "first_cell", "value_bytes", "z_stride")
+    encode: dict[str, Any] = {
+        **dict.fromkeys(("z_ptr", "z_keys_ptr", "z_values_ptr", "bias_ptr"), "*fp32"),
+        **dict.fromkeys(("numbers_ptr", "slab_ptr", "tiles_ptr"), "*i32"),
+        "threshold_ptr": "*fp32",
+        "scales_ptr": "*fp16",
+        **dict.fromkeys((*numbers, "key_stride", "value_stride"), "i32"),
+        "CACHE_STRIDES": _BYTE_STRIDES,
+    }
+    rows = {**_cells(shape), "ROWS": code_rows.ROWS}
+    for label, kernel, constants in (
+        ("scales", code_rows.scales_kernel, {**rows, "CHUNK": 64}),
+        ("key planes", code_rows.keys_kernel, {**rows, "TILE": code_rows.TILE}),
+        ("value rows", code_rows.values_kernel, {**rows, "TILE": code_rows.TILE}),
+    ):
+        types = {**encode, "cache_ptr": "*fp16" if label == "scales" else "*u8"}
+        yield _job(label, kernel, shape, block_size, dtype, types, constants, 4)
+
+
+def _largest_group(shape: Shape) -> int:
+    """KV heads that share a transform."""
+    sizes = range(1, shape.num_kv_heads + 1)
+    fitting = [
+        n for n in sizes if shape.num_kv_heads % n == 0 and n * shape.head_size <= LARGEST_GROUP
+    ]
+    return max(fitting, default=1)
+
+
+def _coded_attention_jobs(shape: Shape, dtype: str, group_size: int) -> Iterator[Job]:
+    element, block_size = _DTYPES[dtype], BLOCK_SIZES[0]
+    channels = group_size * shape.head_size
+    key_tiles = triton.cdiv(channels, coded_attention.KEY_TILE) + 3
+    value_width = triton.next_power_of_2(channels)
+    tiling = coded_attention.choose_tiling(group_size * shape.ratio, value_width)
+    floats = ("folded_ptr", "shift_ptr", "levels_ptr", "partial_ptr", "stats_ptr", "mean_ptr")
+    tables = (
+        *("numbers_ptr", "key_tiles_ptr", "value_channels_ptr", "block_table_ptr", "rows_ptr"),
+        *("query_start_ptr", "slot_of_block_ptr", "first_cell_ptr", "num_rows_ptr"),
+    )
+    types: dict[str, Any] = {
+        **dict.fromkeys(("query_ptr", "fold_ptr", "unfold_ptr"), element),
+        **dict.fromkeys((*floats, "output_ptr", "log_sum_ptr"), "*fp32"),
+        "cache_ptr": "*u8",
+        "scale_ptr": "*fp16",
+        **dict.fromkeys(tables, "*i32"),
+        "scale": "fp32",
+        **dict.fromkeys(("layer", "max_query_len", "table_stride"), "i32"),
+        "BYTE_STRIDES": _BYTE_STRIDES,
+        **dict.fromkeys(("QUERY_STRIDES", "OUTPUT_STRIDES", "LOG_SUM_STRIDES"), ("i32", "i32")),
+    }
+    attend = {
+        **_cells(shape),
+        "NUM_GROUPS": shape.num_kv_heads // group_size,
+        "RATIO": shape.ratio,
+        "KEY_TILES": key_tiles,
+        "VALUE_WIDTH": value_width,
+        "BLOCK_M": tiling.block_m,
+        "TILE": tiling.tile,
+        "KEY_TILE": coded_attention.KEY_TILE,
+        "NUM_SPLITS": NUM_SPLITS,
+        "DTYPE": coded_attention.DTYPES[_TORCH_DTYPES[dtype]],
+    }
+    yield _job(
+        f"coded {group_size}",
+        coded_attention.attend_kernel,
+        shape,
+        block_size,
+        dtype,
+        types,
+        attend,
+        tiling.num_warps,
+    )
+    heads = {
+        "RATIO": shape.ratio,
+        "NUM_HEADS": shape.num_kv_heads * shape.ratio,
+        "HEAD_SIZE": shape.head_size,
+        "BLOCK_D": max(16, triton.next_power_of_2(shape.head_size)),
+        "CHUNK": coded_attention.CHUNK,
+    }
+    fold = {**heads, "KEY_WIDTH": key_tiles * coded_attention.KEY_TILE}
+    label = f"fold {group_size}"
+    yield _job(label, coded_attention.fold_kernel, shape, block_size, dtype, types, fold, 4)
+    unfold = {
+        **heads, "VALUE_WIDTH": value_width, "NUM_SPLITS": NUM_SPLITS, "BLOCK_SPLITS": NUM_SPLITS
+    }  # fmt: skip
+    label = f"unfold {group_size}"
+    yield _job(label, coded_attention.unfold_kernel, shape, block_size, dtype, types, unfold, 4)
+
+
+def _job(
+    label: str,
+    kernel: Any,
+    shape: Shape,
+    block_size: int,
+    dtype: str,
+    types: dict[str, Any],
+    constants: dict[str, Any],
+    num_warps: int,
+) -> Job:
+    """A job whose types are those that the kernel has of the given ones, in its order."""
+    own = {name: types[name] for name in kernel.arg_names if name not in constants}
+    return Job(label, kernel, shape, block_size, dtype, own, constants, num_warps, num_stages=3)
+
+
 @dataclass(frozen=True)
 class Usage:
     """Resources of one compiled kernel; bytes."""
@@ -331,7 +531,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("no kernel is left")
     write = sys.stdout.write
     write(
-        f"{'kernel':<15}{'shape':<18}{'D':>4}{'ratio':>6}{'N':>4} {'type':<5}{'sm':>4}{'warps':>6}"
+        f"{'kernel':<19}{'shape':<18}{'D':>4}{'ratio':>6}{'N':>4} {'type':<5}{'sm':>4}{'warps':>6}"
         f"{'regs':>6}{'spill':>6}{'shared':>8}{'limit':>8}{'per SM':>7}\n"
     )
     faulty = 0
@@ -341,7 +541,7 @@ def main(argv: list[str] | None = None) -> int:
         faulty += bool(faults)
         shape = job.shape
         write(
-            f"{job.label:<15}{shape.name:<18}{shape.head_size:>4}{shape.ratio:>6}"
+            f"{job.label:<19}{shape.name:<18}{shape.head_size:>4}{shape.ratio:>6}"
             f"{job.block_size:>4} {job.dtype:<5}{arch:>4}{job.num_warps:>6}{usage.registers:>6}"
             f"{usage.spilled:>6}{usage.shared:>8}{_PROGRAM_SHARED[arch]:>8}{usage.programs:>7}"
             f"{'  FAULT: ' + ', '.join(faults) if faults else ''}\n"

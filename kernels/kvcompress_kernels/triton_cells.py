@@ -106,3 +106,28 @@ def store_rows(ptr, offsets, rows, row_mask, HEAD_SIZE: tl.constexpr, BLOCK_D: t
     if BLOCK_D != HEAD_SIZE:
         mask = mask & (dimension < HEAD_SIZE)[None, :]
     tl.store(ptr + offsets[:, None] + dimension[None, :], rows, mask=mask)
+
+
+@triton.jit
+def base_of_cell(
+    cell,
+    slab_ptr,
+    STRIDES,
+    NUM_LAYERS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+):
+    """Offset of the first byte of one cell of a slab; strides in bytes, int64."""
+    block = tl.load(slab_ptr + cell // (NUM_LAYERS * NUM_KV_HEADS)).to(tl.int64)
+    layer = (cell % (NUM_LAYERS * NUM_KV_HEADS) // NUM_KV_HEADS).to(tl.int64)
+    head = (cell % NUM_KV_HEADS).to(tl.int64)
+    return layer * STRIDES[0] + block * STRIDES[1] + head * STRIDES[2]
+
+
+@triton.jit
+def bytes_of_cell(index, SIDE_STRIDE, SLOT_STRIDE, HALF: tl.constexpr):
+    """Offsets from the first byte of a cell to its bytes ``index``.
+
+    A slot has ``HALF`` bytes of its key, then as many of its value; slots follow one another.
+    """
+    half = index // HALF
+    return half // 2 * SLOT_STRIDE + half % 2 * SIDE_STRIDE + index % HALF

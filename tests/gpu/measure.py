@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ from kvcompress_kernels.cluster_merge import triton as cluster
 from kvcompress_kernels.cluster_merge.api import MERGE_ALL, cluster_merge
 from kvcompress_kernels.segment_attention import segment_attention
 from kvcompress_kernels.segment_attention import triton as attention
+
+sys.path.insert(0, str(Path(__file__).parent))
+from measure_methods import (
+    check_codes,
+    check_selection,
+    measure_codes,
+    measure_selection,
+)
 
 Row = tuple[tuple[int, ...] | None, int, int]  # entries by KV head or None, tail, query length
 
@@ -872,7 +881,7 @@ def measure_cluster(options: argparse.Namespace, clock: Clock, device: torch.dev
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="of the data; default: drawn anew and printed")
-    parser.add_argument("--seconds", type=float, default=330, help="rows after it are left out")
+    parser.add_argument("--seconds", type=float, default=290, help="rows after it are left out")
     parser.add_argument("--block-size", type=int, default=16, help="slots of a block; vLLM has 16")
     parser.add_argument("--sweep", action="store_true", help="time other tilings and splits, too")
     parser.add_argument("--checks-only", action="store_true")
@@ -904,6 +913,8 @@ def main(argv: list[str] | None = None) -> int:
     faults = check_attention(options, device, seed)
     faults += check_graph(options, device, seed)
     faults += check_cluster(options, device, seed)
+    faults += check_selection(options, device, seed, say)
+    faults += check_codes(options, device, seed, say)
     if faults:
         say("FAILED, nothing is measured:\n  " + "\n  ".join(faults))
         return 1
@@ -925,7 +936,11 @@ def main(argv: list[str] | None = None) -> int:
     table = measure_decode(options, clock, decode, copy)
     extra = sweep(options, clock, decode) if options.sweep else []
     del decode
+    # the decode table may take all the time but what the others need
+    clock.deadline += 40
     table += measure_cluster(options, clock, device)
+    table += measure_selection(options, clock, device, say)
+    table += measure_codes(options, clock, device, copy, say)
     say()
     say(f"{title}, N={options.block_size}, D={options.head_size}, {options.dtypes[0]}")
     say(f"copy: {copy / 1e9:.0f} GB/s (read and written)")

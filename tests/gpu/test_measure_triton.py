@@ -37,6 +37,12 @@ def test_checks_then_measures_under_the_interpreter() -> None:
     assert [row[3] for row in rows] == ["100%", "50%", "25%", "10%"] * 2  # as measured, at the end
     assert all(float(number) > 0 for row in rows for number in (row[4], row[7], row[9]))
     assert table.count("clusters, threshold") == 4
+    # checked before, and measured last and at the end
+    for what in ("window scores D=", "counts and keys the same", "bytes the same"):
+        assert checks.count(what) == 1
+    for what in ("scores by 4 queries", "select a quarter and merge", "encode: 32 tokens"):
+        assert table.count(what) == 2
+    assert table.count("codes, ") == 4
 
 
 def test_a_wrong_kernel_is_not_measured() -> None:

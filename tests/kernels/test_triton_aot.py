@@ -31,15 +31,34 @@ def decode_job() -> Any:
 def test_the_configurations_cover_what_is_supported() -> None:
     jobs = list(triton_aot.jobs())
     decode = [job for job in jobs if job.is_decode]
-    assert {job.shape.head_size for job in decode} == {64, 80, 96, 112, 128, 192, 256}
-    assert {1, 4, 7, 8, 12, 16} == {job.shape.ratio for job in decode}
-    assert {job.dtype for job in decode} == {"bf16", "fp16"}
+    for label in ("decode", "decode after codes", "coded 1"):
+        own = [job for job in decode if job.label == label]
+        assert {job.shape.head_size for job in own} == {64, 80, 96, 112, 128, 192, 256}
+        assert {1, 4, 7, 8, 12, 16} == {job.shape.ratio for job in own}
+        assert {job.dtype for job in own} == {"bf16", "fp16"}
     for job in jobs:
         assert set(job.kernel.arg_names) == {*job.types, *job.constants}
     labels = {job.label for job in jobs}
-    assert labels == {"decode", "decode unsplit", "long query", "reduce", "merge"} | {
-        f"assign {chunk}" for chunk in triton_aot.CHUNKS
+    groups = {1, 2, 4, 5, 6, 8}
+    assert labels >= {"decode", "decode unsplit", "decode after codes", "long query", "reduce"}
+    assert labels >= {f"assign {chunk}" for chunk in triton_aot.CHUNKS} | {"merge"}
+    assert labels >= {f"{name} {n}" for name in ("sums", "mass") for n in triton_aot.NUM_QUERIES}
+    assert labels >= {"route", "write", "scales", "key planes", "value rows"}
+    assert {label for label in labels if label.startswith("coded")} <= {
+        f"coded {size}" for size in groups
     }
+
+
+@pytest.mark.parametrize("label", ["coded 4", "decode after codes"])
+def test_attention_to_codes_does_not_spill(label: str) -> None:
+    job = next(
+        job
+        for job in triton_aot.jobs()
+        if job.label == label and job.shape.name == "llama-3.1-8b" and job.block_size == 16
+    )
+    usage = triton_aot.compile_job(job, 90)
+    assert usage.faults() == []
+    assert usage.job.is_decode
 
 
 @pytest.mark.parametrize("arch", triton_aot.ARCHITECTURES)
@@ -79,7 +98,7 @@ def test_the_script_refuses_a_selection_of_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(5400)
+@pytest.mark.timeout(7200)
 def test_every_production_configuration() -> None:
     result = run()
     assert result.returncode == 0, result.stdout + result.stderr

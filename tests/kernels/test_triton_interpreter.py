@@ -12,8 +12,21 @@ import triton_interpreter
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize(
-    "module", ["test_triton_segment_attention.py", "test_triton_cluster_merge.py"]
-)
-def test_kernels_under_the_interpreter(module: str) -> None:
-    triton_interpreter.run_module(module)
+MODULES = {
+    "attention": ("test_triton_segment_attention.py",),
+    "clusters": ("test_triton_cluster_merge.py",),
+    "selection": ("test_triton_window_scores.py", "test_triton_select_merge.py"),
+    "codes": ("test_triton_code_rows.py", "test_triton_coded_attention.py"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_kernels_under_the_interpreter(name: str) -> None:
+    triton_interpreter.run_modules(*MODULES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["selection", "codes"])
+def test_more_shapes_under_the_interpreter(name: str) -> None:
+    triton_interpreter.run_modules(*MODULES[name], marks="slow")

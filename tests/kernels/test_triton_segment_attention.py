@@ -15,6 +15,8 @@ import triton_interpreter
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from numerics import assert_no_worse_than_eager, max_error
+from pools import GPU_LAYOUTS as LAYOUTS
+from pools import gpu_pool
 
 from kvcompress_kernels import formats
 from kvcompress_kernels.segment_attention import segment_attention
@@ -25,27 +27,6 @@ cpu: Any = triton_interpreter.load_module("test_segment_attention")
 RowSpec, LAYER, UNTOUCHED = cpu.RowSpec, cpu.LAYER, cpu.UNTOUCHED
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-LAYOUTS = ["LBHNC", "BLHNC", "BHLNC", "LBNHC", "heads apart", "leading two"]
-
-
-def gpu_pool(cells: torch.Tensor, layout: str) -> torch.Tensor:
-    """Copy CPU cells into a pool that vLLM could have made, with NaN around it."""
-    shape = cells.shape
-    L, B, H, N, width = shape
-    if layout == "heads apart":
-        buffer = torch.full((L, B, 2 * H, N, width // 2), math.nan, dtype=cells.dtype)
-        pool = formats.gpu_pool(buffer, num_kv_heads=H)
-    elif layout == "leading two":
-        pool = torch.full((2, L, B, H, N, width // 2), math.nan, dtype=cells.dtype)
-    else:
-        order = ["LBHNC".index(letter) for letter in layout]
-        # another layer before and after, as in a buffer that several groups share
-        sizes = [shape[axis] + 2 * (axis == 0) for axis in order]
-        buffer = torch.full(sizes, math.nan, dtype=cells.dtype)
-        view = buffer.permute(*(order.index(axis) for axis in range(5)))
-        pool = formats.gpu_pool(view[1:-1])
-    formats.copy_cpu_cells(cells, pool)
-    return pool
 
 
 class Batch(cpu.Batch):  # type: ignore[misc, name-defined]

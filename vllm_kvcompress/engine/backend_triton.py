@@ -36,6 +36,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvcompress_kernels.coded_attention.api import coded_attention
 from kvcompress_kernels.segment_attention.api import segment_attention
 from vllm_kvcompress.engine.protocol import ATTRIBUTE
 from vllm_kvcompress.engine.spec import CompressedFullAttentionSpec, compressed_spec
@@ -43,6 +44,10 @@ from vllm_kvcompress.engine.state import LayerState
 
 if TYPE_CHECKING:
     from kvcompress_kernels.segment_attention.triton import Workspace
+
+STARTS = f"{ATTRIBUTE}_starts"
+"""Where the first tokens of a batch's rows ride on the host's metadata: int32 ``[R + 1]`` on the
+CPU, to find queries in a batch without waiting for the device."""
 
 _NUM_PROCESSORS_WITHOUT_GPU = 4
 """Stands for the multiprocessors under Triton's interpreter, so that keys are split there too."""
@@ -225,12 +230,18 @@ class _Builder:
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
+        metadata = self._build(common_prefix_len, common_attn_metadata, fast_build)
+        setattr(metadata, STARTS, common_attn_metadata.query_start_loc_cpu)
+        return metadata
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool
+    ) -> Any:
         host = super().build  # type: ignore[misc]
         compression: LayerState | None = self._impl.compression
         indices = compression.state.compressed_rows() if compression is not None else []
         if not indices:
-            return host(common_prefix_len, common_attn_metadata, fast_build)
-        common = common_attn_metadata
+            return host(common_prefix_len, common, fast_build)
         starts = common.query_start_loc_cpu.tolist()
         rows = async_tensor_h2d(indices, device=common.seq_lens.device, dtype=torch.int32)
         # a compressed row is as long as its queries for the host, whose result is overwritten
@@ -280,6 +291,9 @@ class _Impl:
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        starts: torch.Tensor | None = getattr(attn_metadata, STARTS, None)
+        if self.compression is not None and starts is not None:
+            self.compression.state.queries.record(self.compression.layer, query, starts)
         compressed: CompressedRows | None = getattr(attn_metadata, ATTRIBUTE, None)
         if compressed is None or compressed.has_other_rows:
             super().forward(  # type: ignore[misc]
@@ -313,9 +327,11 @@ def attend(
         output: as ``query``; written for the rows' tokens.
     """
     state = compression.state
+    query, output = query[: compressed.num_tokens], output[: compressed.num_tokens]
+    partial_output, partial_log_sum = _attend_to_codes(query, compressed, compression, scale)
     segment_attention(
-        query=query[: compressed.num_tokens],
-        output=output[: compressed.num_tokens],
+        query=query,
+        output=output,
         kv_cache=state.kv_cache,
         bias=state.bias,
         layer=compression.layer,
@@ -329,9 +345,51 @@ def attend(
         num_entries=state.num_entries,
         scale=scale,
         impl="triton",
+        partial_output=partial_output,
+        partial_log_sum=partial_log_sum,
         max_query_len=compressed.max_query_len,
         workspace=compressed.workspace,
     )
+
+
+def _attend_to_codes(
+    query: torch.Tensor, compressed: CompressedRows, compression: LayerState, scale: float
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Attention over coded rows alone, and the logarithms of its sums; None without any.
+
+    Its memory is allocated here, in a graph's own pool while one is captured.
+    """
+    state = compression.state
+    if not state.codecs:
+        return None, None
+    from kvcompress_kernels.segment_attention.triton import choose_num_splits
+
+    codecs = state.codecs[compression.layer]
+    output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    log_sum = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    coded_attention(
+        query=query,
+        output=output,
+        log_sum=log_sum,
+        kv_cache=state.kv_cache,
+        layer=compression.layer,
+        block_table=compressed.block_table,
+        query_start_loc=compressed.query_start_loc,
+        rows=compressed.rows,
+        slot_of_block=state.slot_of_block,
+        first_cell=state.first_code_cell,
+        num_rows=state.num_rows,
+        codecs=codecs,
+        scale=scale,
+        impl="triton",
+        max_query_len=compressed.max_query_len,
+        num_splits=choose_num_splits(
+            compressed.rows.numel() * compressed.max_query_len,
+            len(codecs.groups),
+            _num_processors(query.device),
+        ),
+    )
+    return output, log_sum
 
 
 class CompressionTritonBuilder(_Builder, TritonAttentionMetadataBuilder):

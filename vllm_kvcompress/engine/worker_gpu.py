@@ -11,16 +11,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvcompress.config import CONFIG_KEY, parse_config
 from vllm_kvcompress.engine.backend_triton import SplitBuffers
-from vllm_kvcompress.engine.state import Batch
+from vllm_kvcompress.engine.protocol import ATTRIBUTE, CompressionStep
+from vllm_kvcompress.engine.shape import expected_shape
+from vllm_kvcompress.engine.state import Batch, DeviceState
 from vllm_kvcompress.engine.worker import CompressionRunner, less_bias_table
+
+LARGEST_GROUP = 512
+"""Numbers of a group that calibration takes for one transform, at most."""
+
+NUM_PROCESSORS = 160
+"""Multiprocessors of a large GPU."""
 
 _BACKENDS = {
     AttentionBackendEnum.FLASH_ATTN: "CompressionFlashBackend",
@@ -40,9 +51,10 @@ class CompressionGPUWorker(Worker):
             super().load_model(**kwargs)
 
     def determine_available_memory(self) -> int:
-        """vLLM's answer less the shares of the bias table and of the split buffers."""
+        """vLLM's answer less the shares of bias table, split buffers and codecs."""
         available = super().determine_available_memory()
         reserved = SplitBuffers.num_bytes(self.vllm_config, self.device)
+        reserved += codec_bytes(self.vllm_config)
         return less_bias_table(max(available - reserved, 0), self.model_runner)
 
 
@@ -63,6 +75,34 @@ def overridden_backends() -> Iterator[None]:
         selector._cached_get_attn_backend.cache_clear()
 
 
+def bring_codecs(state: DeviceState) -> None:
+    """Bring the codecs of a GPU pool to its device, before anything is captured in a graph."""
+    if not state.codecs or state.kv_cache.dim() != 6:
+        return
+    # imported on demand: installations for the CPU have no Triton
+    from kvcompress_kernels.coded_attention.triton import sizes_of
+
+    sizes = sizes_of([group.layout for layer in state.codecs for group in layer.groups])
+    for layer in state.codecs:
+        layer.on_device(state.kv_cache, sizes)
+
+
+def codec_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes that the codecs of a method take on the device, and attention to codes for its results,
+    at most."""
+    if "aatc" not in parse_config(vllm_config.additional_config[CONFIG_KEY]).method:
+        return 0
+    shape = expected_shape(vllm_config)
+    numbers = shape.num_kv_heads * shape.head_size
+    channels = min(numbers, LARGEST_GROUP)
+    # to fold and unfold in the dtype of the cache, to encode in float32
+    codecs = len(shape.layers) * numbers * channels * (2 * shape.dtype.itemsize + 2 * 4)
+    rows = vllm_config.scheduler_config.max_num_seqs
+    # folded queries, and about four parts for each of the multiprocessors
+    scratch = (rows + 4 * NUM_PROCESSORS) * shape.num_heads * (channels + shape.head_size + 4) * 4
+    return codecs + scratch
+
+
 class CompressionRunnerV2(CompressionRunner):
     """Mix-in over a V2 model runner."""
 
@@ -72,9 +112,26 @@ class CompressionRunnerV2(CompressionRunner):
     def _batch(self, group: int) -> Batch:
         return V2Batch(self, group)
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        if self._compressor is not None:
+            bring_codecs(self._compressor.state)
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self.step_request_ids = ()
+        if self._compressor is not None:
+            # dummy runs bring no orders, and have no rows that those of the last step could mean
+            self._compressor.state.queries.begin_step(())
         return super().execute_model(*args, **kwargs)
+
+    def gather_batch_req_state(
+        self, scheduler_output: SchedulerOutput, dummy_run: bool
+    ) -> tuple[Any, int | None]:
+        """vLLM's answer, but no batch whose queries are kept counts as a decode batch: a graph
+        would replay it, a last chunk of one token included, and attention would not be called."""
+        state, uniform = super().gather_batch_req_state(scheduler_output, dummy_run)  # type: ignore[misc]
+        step: CompressionStep | None = getattr(scheduler_output, ATTRIBUTE, None)
+        return state, None if step is not None and step.observe else uniform
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         batch: InputBatch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]

@@ -1,18 +1,20 @@
 """The methods that work on the GPU pool ``[2, L, B, H, N, D]`` (`kvcompress_kernels.formats`).
 
 They decide what their namesakes decide and differ in how a prompt gets from its blocks into its
-slab: SemantiCache by Triton kernels, the others by plain torch.
+slab: by Triton kernels, relocation by plain torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvcompress_kernels import formats
 from kvcompress_kernels.cluster_merge import api
+from kvcompress_kernels.code_format import GroupCodec
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.core import (
     LayerView,
@@ -22,10 +24,18 @@ from vllm_kvcompress.core import (
     SlabOverflowError,
     SlabUsage,
 )
-from vllm_kvcompress.methods.base import Method
+from vllm_kvcompress.methods.aatc import AATC
+from vllm_kvcompress.methods.base import Method, SegmentWriter
+from vllm_kvcompress.methods.composed import Composed
+from vllm_kvcompress.methods.metasoft import MetaSoft
 from vllm_kvcompress.methods.none import NoCompression
 from vllm_kvcompress.methods.relocate import Relocate
+from vllm_kvcompress.methods.selecting import Selecting
+from vllm_kvcompress.methods.selkv import SelKV
 from vllm_kvcompress.methods.semanticache import Rung, SemantiCache
+
+if TYPE_CHECKING:
+    from kvcompress_kernels.code_rows.triton import EncodeMatrices
 
 MIN_CAPABILITY = 80
 """Oldest compute capability that the GPU kernels are compiled for in the tests (8.0, A100)."""
@@ -75,6 +85,201 @@ class GpuSemantiCache(SemantiCache):
             threshold=fit.rung.threshold, loose=float(fit.rung.loose), attempts=float(fit.attempts)
         )
         return usage
+
+
+class _GpuSelecting(Selecting):
+    """Attention of the observed queries by the Triton kernel."""
+
+    def _paged_attention(self, prompt: PagedPrompt) -> tuple[torch.Tensor, torch.Tensor]:
+        # imported on demand: installations for the CPU have no Triton
+        from kvcompress_kernels.window_scores import triton
+
+        assert prompt.queries is not None, (
+            "the engine collects the queries of methods that need them"
+        )
+        num_queries, head_size = prompt.queries.shape[2:]
+        triton.check_device(prompt.kv_cache)
+        return triton.window_scores(
+            prompt.kv_cache,
+            prompt.source,
+            prompt.tail,
+            prompt.num_tokens,
+            prompt.queries,
+            prompt.num_tokens - (0 if self.queries_follow else num_queries),
+            self._scale or head_size**-0.5,
+        )
+
+
+class GpuSelKV(_GpuSelecting, SelKV):
+    """SelKV by the Triton kernels: all layers in one go, the host waits twice."""
+
+    def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
+        from kvcompress_kernels.select_merge import triton
+
+        mass, scores = self._paged_attention(prompt)
+        kept = self.choose(scores, prompt.options.keep)
+        first_cell, num_entries, num_cells = self._place(kept, prompt)
+        _, num_merged, _, _ = triton.select_merge_layers(
+            prompt.kv_cache,
+            prompt.bias,
+            range(prompt.geometry.num_layers),
+            prompt.source,
+            prompt.slab,
+            kept,
+            mass,
+            self._bucket,
+            self.config.alpha,
+            0,
+            prompt.num_cells,
+        )
+        merged, entries = torch.stack([num_merged.sum(), num_entries.sum()]).tolist()
+        share = merged / max(kept.numel() - entries, 1)
+        return SlabUsage(first_cell, num_entries, num_cells, {"merged": share})
+
+
+class GpuMetaSoft(_GpuSelecting, MetaSoft):
+    """Meta-Soft by the Triton kernels, without flow."""
+
+    def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
+        from kvcompress_kernels.select_merge import triton
+
+        assert self._flow is None, "create_gpu_method() refuses the flow"
+        mass, _ = self._paged_attention(prompt)
+        kept = self.choose(mass, prompt.options.keep)
+        first_cell, num_entries, num_cells = self._place(kept, prompt)
+        triton.select_merge_layers(
+            prompt.kv_cache,
+            prompt.bias,
+            range(prompt.geometry.num_layers),
+            prompt.source,
+            prompt.slab,
+            kept,
+            mass,
+            0,
+            0.0,
+            0,
+            prompt.num_cells,
+        )
+        return SlabUsage(first_cell, num_entries, num_cells)
+
+
+class _Encoder:
+    """Encoding matrices on the device, by layer and group; each is brought there once."""
+
+    def __init__(self, codecs: Callable[[], Sequence[Sequence[GroupCodec]]]) -> None:
+        self._codecs = codecs
+        self._matrices: dict[tuple[int, int], EncodeMatrices] = {}
+
+    def matrices(self, layer: int, group: int, device: torch.device) -> EncodeMatrices:
+        from kvcompress_kernels.code_rows.triton import EncodeMatrices
+
+        if (layer, group) not in self._matrices:
+            codec = self._codecs()[layer][group]
+            self._matrices[layer, group] = EncodeMatrices.of(codec, device)
+        return self._matrices[layer, group]
+
+
+class _GpuWriter(SegmentWriter):
+    """Lays segments down in a GPU pool."""
+
+    def write_raw(
+        self, layer: int, head: int, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        prompt = self._prompt
+        first = self.take_raw(layer, head, keys.shape[0])
+        formats.gpu_write_segment(
+            prompt.kv_cache, prompt.bias, prompt.slab, first, keys, values, bias
+        )
+
+
+class GpuAATC(AATC):
+    """AATC by the Triton kernels."""
+
+    def __init__(self, config: CompressionConfig) -> None:
+        super().__init__(config)
+        self._encoder = _Encoder(self.codecs)
+
+    def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
+        from kvcompress_kernels.code_rows import triton
+
+        geometry, device = prompt.geometry, prompt.kv_cache.device
+        triton.check_device(prompt.kv_cache)
+        num_tokens = len(prompt.source) * geometry.block_size
+        num_sinks = self._num_sinks(num_tokens)
+        blocks = prompt.source[: geometry.cells(num_sinks)]
+        bias = torch.zeros(num_sinks, device=device)
+        writer = _GpuWriter(prompt, self.name)
+        for layer, codecs in enumerate(self.codecs()):
+            keys, values = formats.gpu_gather_prompt(prompt.kv_cache, layer, blocks)
+            for head in range(geometry.num_kv_heads):
+                writer.write_raw(
+                    layer, head, keys[head, :num_sinks], values[head, :num_sinks], bias
+                )
+            size = geometry.num_kv_heads // len(codecs)
+            for group, codec in enumerate(codecs):
+                triton.encode_prompt(
+                    prompt.kv_cache,
+                    layer,
+                    prompt.source,
+                    group * size,
+                    codec,
+                    prompt.slab,
+                    writer.take_rows(layer, group, num_tokens - num_sinks, codec.layout),
+                    start=num_sinks,
+                    matrices=self._encoder.matrices(layer, group, device),
+                )
+        return writer.usage()
+
+
+class GpuComposed(Composed):
+    """Two methods after one another, by the Triton kernels.
+
+    Args:
+        config: of both.
+        first: for the GPU pool.
+    """
+
+    def __init__(self, config: CompressionConfig, first: Method) -> None:
+        super().__init__(config, first)
+        self._encoder = _Encoder(self.codecs)
+
+    def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
+        usage = self._first.compress_into(prompt)
+        writer = _GpuWriter(prompt, self.name)
+        places = zip(usage.first_cell.tolist(), usage.num_entries.tolist(), strict=True)
+        for layer, (first_cells, counts) in enumerate(places):
+            # see `Composed.compress_into` for why this may overwrite the entries
+            heads = [
+                formats.gpu_read_segment(prompt.kv_cache, prompt.bias, prompt.slab, *place)
+                for place in zip(first_cells, counts, strict=True)
+            ]
+            for head, entries in enumerate(heads):
+                self._write(writer, prompt, layer, head, entries)
+        return writer.usage(usage.details)
+
+    def _write(
+        self,
+        writer: _GpuWriter,
+        prompt: PagedPrompt,
+        layer: int,
+        head: int,
+        entries: tuple[torch.Tensor, ...],
+    ) -> None:
+        from kvcompress_kernels.code_rows import triton
+
+        keys, values, bias = entries
+        codec = self.codecs()[layer][head]
+        raw = self._num_raw(len(keys), codec, prompt.geometry)
+        writer.write_raw(layer, head, keys[:raw], values[:raw], bias[:raw])
+        matrices = self._encoder.matrices(layer, head, keys.device)
+        triton.code_rows(
+            *matrices.transform(keys[None, raw:], values[None, raw:]),
+            bias[raw:].contiguous(),
+            codec.layout,
+            prompt.kv_cache,
+            prompt.slab,
+            writer.take_rows(layer, head, len(keys) - raw, codec.layout),
+        )
 
 
 class GpuRelocate(Relocate):
@@ -152,27 +357,34 @@ class _GpuLayers(Sequence[LayerView]):
         return LayerView(*formats.gpu_gather_prompt(prompt.kv_cache, index, prompt.source))
 
 
+def _composed(first: str) -> Callable[[CompressionConfig], Method]:
+    return lambda config: GpuComposed(config, _METHODS[first](config))
+
+
 _METHODS: dict[str, Callable[[CompressionConfig], Method]] = {
     "none": NoCompression,
     "relocate": GpuRelocate,
     "semanticache": GpuSemantiCache,
+    "selkv": GpuSelKV,
+    "metasoft": GpuMetaSoft,
+    "aatc": GpuAATC,
+    "semanticache+aatc": _composed("semanticache"),
+    "selkv+aatc": _composed("selkv"),
+    "metasoft+aatc": _composed("metasoft"),
 }
 
 
-def gpu_method_names() -> tuple[str, ...]:
-    return tuple(_METHODS)
-
-
-def why_not_on_gpus(name: str) -> str | None:
-    """Why a method does not run on GPUs; None where it does."""
-    if name in _METHODS:
-        return None
-    if "aatc" in name:
-        reason = "it makes coded rows, which have no GPU kernel yet"
-    else:
-        reason = "its kernels are for CPUs only"
-    names = ", ".join(f"'{other}'" for other in _METHODS)
-    return f"method '{name}' on a GPU: {reason}; use one of {names}"
+def why_not_on_gpus(config: CompressionConfig) -> str | None:
+    """Why a method does not run on GPUs as it is configured; None where it does."""
+    if config.method not in _METHODS:
+        names = ", ".join(f"'{other}'" for other in _METHODS)
+        return f"method '{config.method}' on a GPU: it has no kernels there; use one of {names}"
+    if config.method.startswith("metasoft") and config.flow != "none":
+        return (
+            f"flow '{config.flow}' on a GPU: the kernels there drop tokens without it; set flow to "
+            "'none'"
+        )
+    return None
 
 
 def create_gpu_method(config: CompressionConfig) -> Method:
@@ -181,6 +393,6 @@ def create_gpu_method(config: CompressionConfig) -> Method:
     Raises:
         ValueError: it has no form for GPUs.
     """
-    if reason := why_not_on_gpus(config.method):
+    if reason := why_not_on_gpus(config):
         raise ValueError(reason)
     return _METHODS[config.method](config)

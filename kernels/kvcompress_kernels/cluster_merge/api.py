@@ -13,10 +13,9 @@ import torch
 
 from kvcompress_kernels import build, formats
 from kvcompress_kernels.checks import (
-    DTYPES,
-    MAX_HEAD_SIZE,
     check_blocks,
     check_cpu_pool,
+    check_gpu_pool,
     check_slab,
     describe,
 )
@@ -161,7 +160,7 @@ def _check_pool(
 ) -> None:
     shape = tuple(kv_cache.shape)
     if impl == "triton" or (impl == "reference" and kv_cache.dim() == 6):
-        _check_gpu_cells(kv_cache)
+        check_gpu_pool(kv_cache)
         shape = (*shape[1:5], 2 * shape[5])
     else:
         check_cpu_pool(kv_cache)
@@ -184,22 +183,3 @@ def _check_pool(
         )
     if threshold != MERGE_ALL and not 0.0 <= threshold < 1.0:
         raise ValueError(f"threshold: expected 0 up to but not 1, or {MERGE_ALL}, got {threshold}")
-
-
-def _check_gpu_cells(kv_cache: torch.Tensor) -> None:
-    shape = tuple(kv_cache.shape)
-    if (
-        kv_cache.dim() != 6
-        or shape[0] != 2
-        or kv_cache.dtype not in DTYPES
-        or shape[4] % 16
-        or shape[5] % 16
-        or not 0 < shape[5] <= MAX_HEAD_SIZE
-        or kv_cache.stride(5) != 1
-        or kv_cache[0].stride() != kv_cache[1].stride()
-    ):
-        raise ValueError(
-            "kv_cache: expected bfloat16, float16 or float32 [2, L, B, H, N, D] (formats.gpu_pool "
-            f"makes it of vLLM's cache) with N and D multiples of 16, D at most {MAX_HEAD_SIZE} "
-            f"and the last dimension contiguous, got {describe(kv_cache)}"
-        )

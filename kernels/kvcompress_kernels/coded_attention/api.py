@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from kvcompress_kernels import build, code_format
+from kvcompress_kernels.checks import check_gpu_pool, describe
 from kvcompress_kernels.code_format import WIDTHS, Counts, GroupCodec, SideCodec
 from kvcompress_kernels.coded_attention import reference
 
-Impl = Literal["cpu", "reference"]
+if TYPE_CHECKING:
+    from kvcompress_kernels.coded_attention.triton import DeviceCodecs
+
+Impl = Literal["cpu", "triton", "reference"]
 
 # channels of a class begin at multiples of these in the operands of the C++ kernel (decode.h)
 _KEY_STEP = 2
@@ -73,6 +77,24 @@ class LayerCodecs:
                 torch.cat([group.values.mean for group in self.groups]),
             ]
         ).float()
+        self._on_device: DeviceCodecs | None = None
+
+    def on_device(
+        self, kv_cache: torch.Tensor, sizes: tuple[int, int] | None = None
+    ) -> DeviceCodecs:
+        """The same for the Triton kernels, on the device of a GPU pool; made once, and before a
+        CUDA graph is captured.
+
+        Args:
+            kv_cache: ``[2, L, B, H, N, D]``, always the same.
+            sizes: see `triton.prepare`.
+        """
+        if self._on_device is None:
+            # imported on demand: installations for the CPU have no Triton
+            from kvcompress_kernels.coded_attention import triton
+
+            self._on_device = triton.prepare(self.groups, self.num_kv_heads, kv_cache, sizes)
+        return self._on_device
 
 
 def _heads(side: SideCodec, group_size: int, step: int) -> list[torch.Tensor]:
@@ -115,6 +137,8 @@ def coded_attention(
     scale: float,
     *,
     impl: Impl = "cpu",
+    max_query_len: int | None = None,
+    num_splits: int = 1,
 ) -> None:
     """Partial softmax of some rows of a batch over the coded rows of their segments.
 
@@ -129,6 +153,11 @@ def coded_attention(
     is multiplied by that of the values once. Codes of rows past the end may be anything, their
     scales NaN included. The result of a row depends on nothing but that row, to the bit.
 
+    With ``triton`` the cells are those of the GPU, their bytes in the order of
+    `code_format.gpu_rows`; the numbers in the tensors are not checked, because reading them would
+    stop the device, and a row's result also depends on ``num_splits``. The launches depend on
+    shapes and on ``max_query_len`` alone, so that they may be captured in a CUDA graph.
+
     Args:
         query: ``[num_tokens, num_heads, D]``, bfloat16, float16 or float32; ``D`` a multiple of 16
             up to 256, contiguous.
@@ -136,7 +165,8 @@ def coded_attention(
             the tokens of ``rows`` only.
         log_sum: float32 ``[num_tokens, num_heads]``, likewise.
         kv_cache: ``[L, B, H, N, 2 * D]``, dtype of ``query``; any strides of ``L``, ``B`` and
-            ``H``.
+            ``H``. With ``triton`` the view ``[2, L, B, H, N, D]`` that `formats.gpu_pool` makes,
+            any strides but the last; ``reference`` takes both.
         layer: index into ``L``.
         block_table: int32 ``[R, W]``, contiguous rows.
         query_start_loc: int32 ``[R + 1]``.
@@ -146,7 +176,11 @@ def coded_attention(
         num_rows: int32 ``[S, L, groups]``.
         codecs: of this layer.
         scale: factor of the logits.
-        impl: ``cpu`` (C++, compiled on first use) or ``reference`` (plain torch, for tests).
+        impl: ``cpu`` (C++, compiled on first use), ``triton`` (CUDA devices) or ``reference``
+            (plain torch, for tests).
+        max_query_len: only for ``triton``: at least the longest query of ``rows``; longer queries
+            are cut off. None launches programs for ``num_tokens``.
+        num_splits: only for ``triton``: programs among which the rows of a group are divided.
 
     Raises:
         ValueError: a shape, dtype, stride or per-row number is not as above, or ``codecs`` are for
@@ -178,6 +212,85 @@ def coded_attention(
             scale,
         )
     elif impl == "reference":
-        reference.coded_attention(*arguments, codecs.groups, scale)
+        cells = code_format.gpu_rows(kv_cache) if kv_cache.dim() == 6 else kv_cache
+        query, output, log_sum, _, *others = arguments
+        compute: Callable[..., None] = reference.coded_attention
+        compute(query, output, log_sum, cells, *others, codecs.groups, scale)
+    elif impl == "triton":
+        # imported on demand: installations for the CPU have no Triton
+        from kvcompress_kernels.coded_attention import triton
+
+        _check_gpu(*arguments, codecs, max_query_len, num_splits)
+        triton.check_device(kv_cache)
+        triton.coded_attention(
+            *arguments,
+            codecs.on_device(kv_cache),
+            scale,
+            max_query_len=query.shape[0] if max_query_len is None else max_query_len,
+            num_splits=num_splits,
+        )
     else:
-        raise ValueError(f"impl: expected 'cpu' or 'reference', got {impl!r}")
+        raise ValueError(f"impl: expected 'triton', 'cpu' or 'reference', got {impl!r}")
+
+
+def _check_gpu(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    rows: torch.Tensor,
+    slot_of_block: torch.Tensor,
+    first_cell: torch.Tensor,
+    num_rows: torch.Tensor,
+    codecs: LayerCodecs,
+    max_query_len: int | None,
+    num_splits: int,
+) -> None:
+    """Raise one ValueError with everything that can be told without reading a tensor."""
+    check_gpu_pool(kv_cache)
+    _, num_layers, num_blocks, num_kv_heads, _, head_size = kv_cache.shape
+    num_tokens, num_heads = query.shape[0], query.shape[1] if query.dim() == 3 else 0
+    table = (first_cell.shape[0], num_layers, len(codecs.groups))
+    wanted: tuple[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]], ...] = (
+        ("query", query, kv_cache.dtype, (num_tokens, num_heads, head_size)),
+        ("output", output, torch.float32, (num_tokens, num_heads, head_size)),
+        ("log_sum", log_sum, torch.float32, (num_tokens, num_heads)),
+        ("block_table", block_table, torch.int32, (len(block_table), block_table.shape[-1])),
+        ("query_start_loc", query_start_loc, torch.int32, (len(block_table) + 1,)),
+        ("rows", rows, torch.int32, (rows.numel(),)),
+        ("slot_of_block", slot_of_block, torch.int32, (num_blocks,)),
+        ("first_cell", first_cell, torch.int32, table),
+        ("num_rows", num_rows, torch.int32, table),
+    )
+    faults = [
+        f"{name}: expected {dtype} {list(shape)} with the last dimension contiguous on "
+        f"{kv_cache.device}, got {describe(tensor)} on {tensor.device}"
+        for name, tensor, dtype, shape in wanted
+        if tuple(tensor.shape) != shape
+        or tensor.dtype != dtype
+        or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1)
+        or tensor.device != kv_cache.device
+    ]
+    faults += [
+        f"{name}: expected contiguous, got {describe(tensor)}"
+        for name, tensor in (("first_cell", first_cell), ("num_rows", num_rows))
+        if not tensor.is_contiguous()
+    ]
+    if not num_heads or num_heads % num_kv_heads:
+        faults.append(f"query: expected a multiple of {num_kv_heads} heads, got {num_heads}")
+    if codecs.num_kv_heads != num_kv_heads or codecs.means.shape[1] != num_kv_heads * head_size:
+        faults.append(
+            f"codecs: expected for {num_kv_heads} KV heads of {head_size}, got "
+            f"{codecs.num_kv_heads} of {codecs.means.shape[1] // codecs.num_kv_heads}"
+        )
+    if not 0 <= layer < num_layers:
+        faults.append(f"layer: expected 0 <= layer < {num_layers}, got {layer}")
+    if num_splits < 1:
+        faults.append(f"num_splits: expected at least 1, got {num_splits}")
+    if max_query_len is not None and max_query_len < 1:
+        faults.append(f"max_query_len: expected at least 1, got {max_query_len}")
+    if faults:
+        raise ValueError("; ".join(faults))

@@ -73,7 +73,7 @@ def segment_attention(
         num_entries: int32 ``[S, L, H]``.
         scale: factor of the logits.
         partial_output: float32 ``[num_tokens, num_heads, D]``, what `coded_attention` wrote for the
-            tokens of ``rows``: the softmax goes on from it. Not with ``triton``.
+            tokens of ``rows``: the softmax goes on from it.
         partial_log_sum: float32 ``[num_tokens, num_heads]``, likewise; both or neither. Where it is
             -inf, ``partial_output`` may hold anything.
         impl: ``cpu`` (C++, compiled on first use), ``triton`` (CUDA devices) or ``reference``
@@ -109,12 +109,16 @@ def segment_attention(
         build.load()
         torch.ops.kvcompress.segment_attention.default(*arguments, partial_output, partial_log_sum)
     elif impl == "triton":
-        if partial_output is not None or partial_log_sum is not None:
-            raise ValueError("partial_output and partial_log_sum: not supported by impl='triton'")
         # imported on demand: installations for the CPU have no Triton
         from kvcompress_kernels.segment_attention import triton
 
-        triton.segment_attention(*arguments, max_query_len=max_query_len, workspace=workspace)
+        triton.segment_attention(
+            *arguments,
+            max_query_len=max_query_len,
+            workspace=workspace,
+            partial_output=partial_output,
+            partial_log_sum=partial_log_sum,
+        )
     elif impl == "reference":
         cells = formats.cpu_cells(kv_cache) if kv_cache.dim() == 6 else kv_cache
         query, output, _, *others = arguments

@@ -158,6 +158,8 @@ def attend_kernel(
     gap_end_ptr,
     first_cell_ptr,
     num_entries_ptr,
+    partial_output_ptr,
+    partial_log_sum_ptr,
     scale,
     layer,
     query_tiles,
@@ -166,6 +168,8 @@ def attend_kernel(
     OUTPUT_STRIDES,
     CACHE_STRIDES,
     BIAS_STRIDES,
+    PARTIAL_STRIDES,
+    LOG_SUM_STRIDES,
     NUM_LAYERS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
@@ -175,6 +179,7 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr,
 ):
     """Grid (rows * query_tiles, KV heads, NUM_SPLITS); writes output if NUM_SPLITS is 1."""
     row = tl.load(rows_ptr + tl.program_id(0) // query_tiles)
@@ -216,6 +221,22 @@ def attend_kernel(
     maximum = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     scale = scale * _LOG2_E
+    dimension = tl.arange(0, BLOCK_D)
+    store_mask = lane_mask[:, None] & (dimension < HEAD_SIZE)[None, :]
+    if HAS_PARTIAL:  # noqa: SIM102 - known when the kernel is compiled, the other is not
+        # the first part goes on from a softmax over other keys
+        if split == 0:
+            log_sum_at = query_at * LOG_SUM_STRIDES[0] + query_head * LOG_SUM_STRIDES[1]
+            log_sum = tl.load(partial_log_sum_ptr + log_sum_at, mask=lane_mask, other=float("-inf"))
+            goes_on = log_sum > float("-inf")
+            partial_at = query_at * PARTIAL_STRIDES[0] + query_head * PARTIAL_STRIDES[1]
+            accumulator = tl.load(
+                partial_output_ptr + partial_at[:, None] + dimension[None, :],
+                mask=store_mask & goes_on[:, None],
+                other=0.0,
+            )
+            maximum = tl.where(goes_on, log_sum * _LOG2_E, _LOWEST)
+            total = goes_on.to(tl.float32)
 
     # entries: in cells of the slab, with a bias, visible to every lane
     for tile in range(begin, tl.minimum(end, segment_tiles)):
@@ -264,8 +285,6 @@ def attend_kernel(
         logits = tl.where(visible, logits, float("-inf"))
         accumulator, maximum, total = _softmax_update(accumulator, maximum, total, logits, values)
 
-    dimension = tl.arange(0, BLOCK_D)
-    store_mask = lane_mask[:, None] & (dimension < HEAD_SIZE)[None, :]
     if NUM_SPLITS == 1:
         # a lane that sees no key yields 0
         accumulator = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -277,7 +296,7 @@ def attend_kernel(
         part = (query_at * (NUM_KV_HEADS * RATIO) + query_head) * NUM_SPLITS + split
         tl.store(stats_ptr + part * 2, maximum, mask=lane_mask)
         tl.store(stats_ptr + part * 2 + 1, total, mask=lane_mask)
-        if begin < end:
+        if (begin < end) | (HAS_PARTIAL & (split == 0)):
             target = partial_ptr + part[:, None] * HEAD_SIZE + dimension[None, :]
             tl.store(target, accumulator, mask=store_mask)
 
@@ -352,6 +371,8 @@ def segment_attention(
     *,
     max_query_len: int | None = None,
     workspace: Workspace | None = None,
+    partial_output: torch.Tensor | None = None,
+    partial_log_sum: torch.Tensor | None = None,
 ) -> None:
     """Arguments as in `api.segment_attention`, whose docstring says what differs from the CPU."""
     _check(
@@ -370,6 +391,8 @@ def segment_attention(
         num_entries,
         max_query_len,
         workspace,
+        partial_output,
+        partial_log_sum,
     )
     num_tokens, num_heads, head_size = query.shape
     num_rows = rows.numel()
@@ -386,6 +409,9 @@ def segment_attention(
     partial = workspace.partial if workspace is not None else bias
     stats = workspace.stats if workspace is not None else bias
     block_d = max(16, triton.next_power_of_2(head_size))
+    # not read where there is nothing to go on from
+    first_output = partial if partial_output is None else partial_output
+    first_log_sum = stats if partial_log_sum is None else partial_log_sum
     attend_kernel[(num_rows * query_tiles, num_kv_heads, num_splits)](
         query,
         output,
@@ -402,6 +428,8 @@ def segment_attention(
         gap_end,
         first_cell,
         num_entries,
+        first_output,
+        first_log_sum,
         scale,
         layer,
         query_tiles,
@@ -410,6 +438,8 @@ def segment_attention(
         output.stride()[:2],
         kv_cache.stride()[1:5],
         bias.stride()[:3],
+        first_output.stride()[:2],
+        first_log_sum.stride()[:2],
         NUM_LAYERS=num_layers,
         NUM_KV_HEADS=num_kv_heads,
         RATIO=ratio,
@@ -419,6 +449,7 @@ def segment_attention(
         BLOCK_M=tiling.block_m,
         TILE=tiling.tile,
         NUM_SPLITS=num_splits,
+        HAS_PARTIAL=partial_output is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -456,6 +487,8 @@ def _check(
     num_entries: torch.Tensor,
     max_query_len: int | None,
     workspace: Workspace | None,
+    partial_output: torch.Tensor | None,
+    partial_log_sum: torch.Tensor | None,
 ) -> None:
     """Raise one ValueError with everything that can be told without reading a tensor."""
     if kv_cache.dim() != 6 or kv_cache.shape[0] != 2 or query.dim() != 3:
@@ -517,6 +550,18 @@ def _check(
             (num_slots, num_layers, num_kv_heads),
         ),
     }
+    if (partial_output is None) != (partial_log_sum is None):
+        faults.append("partial_output, partial_log_sum: expected both or neither, got one")
+    if partial_output is not None and partial_log_sum is not None:
+        symbol = "[num_tokens, num_heads, head_size]"
+        shapes["partial_output"] = (partial_output, symbol, (num_tokens, num_heads, head_size))
+        symbol = "[num_tokens, num_heads]"
+        shapes["partial_log_sum"] = (partial_log_sum, symbol, (num_tokens, num_heads))
+        if not partial_output.dtype == partial_log_sum.dtype == torch.float32:
+            faults.append(
+                "partial_output, partial_log_sum: expected float32, got "
+                f"{partial_output.dtype} and {partial_log_sum.dtype}"
+            )
     for name, (tensor, symbol, shape) in shapes.items():
         if tuple(tensor.shape) != shape:
             faults.append(f"{name}: expected {symbol} = {list(shape)}, got {list(tensor.shape)}")

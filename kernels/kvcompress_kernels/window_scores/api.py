@@ -11,13 +11,13 @@ from typing import Literal
 
 import torch
 
-from kvcompress_kernels import build
-from kvcompress_kernels.checks import check_blocks, check_cpu_pool, describe
+from kvcompress_kernels import build, formats
+from kvcompress_kernels.checks import check_blocks, check_cpu_pool, check_gpu_pool, describe
 from kvcompress_kernels.window_scores import reference
 
 __all__ = ["window_scores"]
 
-Impl = Literal["cpu", "reference"]
+Impl = Literal["cpu", "triton", "reference"]
 
 
 def window_scores(
@@ -40,7 +40,9 @@ def window_scores(
 
     Args:
         kv_cache: ``[L, B, H, N, 2 * D]``, bfloat16, float16 or float32; N and D multiples of 16,
-            D at most 256; the last two dimensions contiguous. Only read.
+            D at most 256; the last two dimensions contiguous. Only read. With ``triton`` the view
+            ``[2, L, B, H, N, D]`` that `formats.gpu_pool` makes, any strides but the last;
+            ``reference`` takes both.
         source: int32 ``[G / N]``, blocks of the tokens ``[0, G)`` that are scored, in token order.
         tail: int32 ``[ceil((n - G) / N)]``, blocks of the tokens ``[G, n)``, which get attention
             but no score. Slots past ``n`` may hold anything.
@@ -49,7 +51,9 @@ def window_scores(
             heads ``[h * num_heads / H, (h + 1) * num_heads / H)`` share KV head ``h``.
         first_position: position of the first query, at least 0.
         scale: factor of the logits, above 0.
-        impl: ``cpu`` (the C++ kernel) or ``reference`` (plain torch in float64).
+        impl: ``cpu`` (the C++ kernel), ``triton`` (CUDA devices; `triton.window_scores` does the
+            same without these checks, which wait for the device) or ``reference`` (plain torch in
+            float64).
 
     Returns:
         mass, float32 ``[L, H, G]``: attention summed over the queries of the KV head.
@@ -59,12 +63,19 @@ def window_scores(
         ValueError: an argument does not fit the description above.
         kvcompress_kernels.build.CompilerNotFoundError: see `build.load`.
     """
-    _check(kv_cache, source, tail, num_tokens, queries, first_position, scale)
+    _check(kv_cache, source, tail, num_tokens, queries, first_position, scale, impl)
     args = (kv_cache, source, tail, num_tokens, queries, first_position, float(scale))
+    if impl == "triton":
+        # imported on demand: installations for the CPU have no Triton
+        from kvcompress_kernels.window_scores import triton
+
+        triton.check_device(kv_cache)
+        return triton.window_scores(*args)
     if impl == "reference":
-        return reference.window_scores(*args)
+        cells = formats.cpu_cells(kv_cache) if kv_cache.dim() == 6 else kv_cache
+        return reference.window_scores(cells, *args[1:])
     if impl != "cpu":
-        raise ValueError(f"unknown impl {impl!r}; expected one of 'cpu', 'reference'")
+        raise ValueError(f"unknown impl {impl!r}; expected one of 'cpu', 'reference', 'triton'")
     if not hasattr(torch.ops.kvcompress, "window_scores"):
         build.load()
     return torch.ops.kvcompress.window_scores(*args)
@@ -78,9 +89,15 @@ def _check(
     queries: torch.Tensor,
     first_position: int,
     scale: float,
+    impl: Impl,
 ) -> None:
-    check_cpu_pool(kv_cache)
-    num_layers, num_blocks, num_kv_heads, block_size, width = kv_cache.shape
+    if impl == "triton" or (impl == "reference" and kv_cache.dim() == 6):
+        check_gpu_pool(kv_cache)
+        num_layers, num_blocks, num_kv_heads, block_size, head_size = kv_cache.shape[1:]
+    else:
+        check_cpu_pool(kv_cache)
+        num_layers, num_blocks, num_kv_heads, block_size, width = kv_cache.shape
+        head_size = width // 2
     check_blocks("source", "[G / N]", source, num_blocks)
     check_blocks("tail", "[ceil((n - G) / N)]", tail, num_blocks)
     most = (source.numel() + tail.numel()) * block_size
@@ -96,14 +113,14 @@ def _check(
         or queries.shape[1] == 0
         or queries.shape[1] % num_kv_heads
         or queries.shape[2] == 0
-        or queries.shape[3] != width // 2
+        or queries.shape[3] != head_size
         or queries.dtype != kv_cache.dtype
         or not queries.is_contiguous()
-        or queries.device.type != "cpu"
+        or queries.device != kv_cache.device
     ):
         raise ValueError(
             f"queries: expected contiguous {kv_cache.dtype} [L, num_heads, w, D] = [{num_layers}, "
-            f"a multiple of {num_kv_heads}, at least 1, {width // 2}] on the CPU, got "
+            f"a multiple of {num_kv_heads}, at least 1, {head_size}] on {kv_cache.device}, got "
             f"{describe(queries)} on {queries.device}"
         )
     if first_position < 0:
