@@ -22,7 +22,15 @@ CONFIG_KEY = "kv_compression"
 """Key in ``additional_config``, and prefix of the per-request keys in ``vllm_xargs``."""
 
 MethodName = Literal[
-    "none", "semanticache", "selkv", "aatc", "semanticache+aatc", "selkv+aatc", "relocate"
+    "none",
+    "semanticache",
+    "selkv",
+    "metasoft",
+    "aatc",
+    "semanticache+aatc",
+    "selkv+aatc",
+    "metasoft+aatc",
+    "relocate",
 ]
 
 
@@ -62,27 +70,52 @@ class CompressionConfig(BaseModel):
         4, ge=0, le=1024, description="all methods: first tokens, kept as they are"
     )
     keep: float = Field(
-        0.25, gt=0.02, le=1.0, description="selkv: share of the compressed tokens that is kept"
+        0.25,
+        gt=0.02,
+        le=1.0,
+        description="selkv, metasoft: share of the compressed tokens that is kept",
     )
     keep_tokens: int | None = Field(
-        None, ge=16, description="selkv: number of tokens to keep, in place of a share"
+        None, ge=16, description="selkv, metasoft: number of tokens to keep, in place of a share"
     )
     observed_queries: int = Field(
         32, ge=1, le=256, description="selkv: last prompt queries whose attention is looked at"
     )
-    pool_kernel: int = Field(
-        5, ge=1, le=63, description="selkv: width of the average over neighbours' scores, odd"
+    pool_kernel: int | None = Field(
+        None,
+        ge=1,
+        le=63,
+        description="selkv, metasoft: width of the average over neighbours' scores, odd; null is "
+        "5 for selkv and 1 for metasoft",
     )
     heads: Literal["union", "each", "adaptive"] = Field(
         "union",
-        description="selkv: the KV heads of a layer keep the same tokens, each its own, or "
-        "each its own and as many as its scores are worth",
+        description="selkv, metasoft: the KV heads of a layer keep the same tokens, each its own, "
+        "or each its own and as many as its scores are worth",
     )
     merge: bool = Field(
         True, description="selkv: merge values of dropped tokens into kept ones nearby"
     )
     alpha: float = Field(
         0.5, ge=0.0, le=2.0, description="selkv: strength of the bias that makes up for merging"
+    )
+    probes: Literal["static", "dynamic"] | None = Field(
+        None,
+        description="metasoft: the same soft tokens for every prompt, or some mixed for each; "
+        "null is what the trained ones name as better",
+    )
+    soft_tokens: str | None = Field(
+        None,
+        description="metasoft: folder that `vllm-kvcompress train metasoft` wrote for this model; "
+        "the sample model needs none",
+    )
+    flow: Literal["none", "mass", "convex", "printed"] = Field(
+        "none",
+        description="metasoft: how values of dropped tokens flow into kept ones: not, weighed by "
+        "attention, as a mean, or as the paper prints it",
+    )
+    gamma: float = Field(
+        0.5, ge=0.0, le=1.0, description="metasoft: strength of the flow of values"
     )
     bits: float = Field(
         2.5, ge=0.5, le=8.0, description="aatc: mean bits of a coded number, scales not counted"
@@ -197,8 +230,11 @@ def _allowed(name: str) -> str:
         for key, word in words.items()
         if (bound := getattr(item, key, None)) is not None
     ]
-    if get_origin(field.annotation) is Literal:
-        return f"expected one of {_quote(get_args(field.annotation))}"
+    options = [field.annotation, *get_args(field.annotation)]
+    literals = [option for option in options if get_origin(option) is Literal]
+    if literals:
+        null = " or null" if NoneType in options else ""
+        return f"expected one of {_quote(get_args(literals[0]))}{null}"
     kinds = {
         int: "an integer",
         float: "a number",

@@ -25,7 +25,14 @@ KEPT = -1
 
 
 class Signal(enum.Enum):
-    """What a method wants to see beside keys and values."""
+    """What a method wants to see beside keys and values.
+
+    - ``TOKEN_IDS``: the prompt's tokens, for `Method.layout`.
+    - ``QUERY_WINDOW``: queries of the prompt's last tokens.
+    - ``PROBE_QUERIES``: queries of vectors that the model reads after the prompt
+      (`Method.probes`).
+    - ``CALIBRATION``: an artifact made from the model.
+    """
 
     TOKEN_IDS = "token_ids"
     QUERY_WINDOW = "query_window"
@@ -137,9 +144,10 @@ class LayerView:
         keys: ``[H, G, D]``, the compressed part, after RoPE, as the cache holds them.
         values: ``[H, G, D]``.
         tail_keys: ``[H, n - G, D]``, keys of the raw tail, for methods that need
-            `Signal.QUERY_WINDOW`; else None.
-        queries: ``[num_heads, w, D]``, after RoPE, of the last ``w`` prompt tokens, for the same
-            methods; else None.
+            `Signal.QUERY_WINDOW` or `Signal.PROBE_QUERIES`; else None.
+        queries: ``[num_heads, w, D]``, after RoPE, for the same methods: of the last ``w`` prompt
+            tokens, or of the method's ``w`` probes, at the positions that follow the prompt; else
+            None.
     """
 
     keys: torch.Tensor

@@ -14,10 +14,18 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from vllm_kvcompress.core import LayerView, ModelShape, PromptView, RequestOptions, Segment
+from vllm_kvcompress.core import (
+    LayerView,
+    ModelShape,
+    PromptView,
+    RequestOptions,
+    Segment,
+    Signal,
+)
 from vllm_kvcompress.methods.base import Method
 
 _PREFILL = "kvcompress_prefill"
+_PROBE = "kvcompress_probe"
 _ATTENTION = "kvcompress_simulation"
 
 
@@ -98,6 +106,40 @@ class Simulation:
         return self.compress(token_ids, layers, self._queries, output.logits[0, -1], options)
 
     @torch.inference_mode()
+    def probe(
+        self, token_ids: list[int], layers: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Let the model read the method's probes after a prompt whose cache is at hand; it is left
+        as it is.
+
+        Args:
+            token_ids: of the prompt, ``n``.
+            layers: L pairs of keys and values, each ``[H, n, D]``, after RoPE.
+
+        Returns:
+            L tensors ``[num_heads, k, D]``, the probes' queries after RoPE.
+        """
+        probes = self._method.probes
+        assert probes is not None, "methods that need probes have some"
+        cache = DynamicCache(config=self._model.config)
+        for index, (keys, values) in enumerate(layers):
+            cache.update(keys[None], values[None], index)
+        embeddings = self._model.get_input_embeddings()(torch.tensor(token_ids))
+        read = probes(embeddings).to(embeddings.dtype)
+        positions = torch.arange(len(token_ids), len(token_ids) + len(read))
+        self._queries = []
+        AttentionInterface.register(_PROBE, self._observe_probes)
+        self._model.set_attn_implementation(_PROBE)
+        self._model(
+            inputs_embeds=read[None],
+            position_ids=positions[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return self._queries
+
+    @torch.inference_mode()
     def compress(
         self,
         token_ids: list[int],
@@ -111,11 +153,14 @@ class Simulation:
         Args:
             token_ids: of the prompt, ``n``.
             layers: L pairs of keys and values, each ``[H, n, D]``, after RoPE.
-            queries: L tensors ``[num_heads, w, D]``, of the last ``w`` tokens.
+            queries: L tensors ``[num_heads, w, D]``, of the last ``w`` tokens; methods that need
+                `Signal.PROBE_QUERIES` get those of `probe` instead.
             logits: ``[vocab]``, of the last token.
         """
         geometry = self._shape.geometry
         block_size = geometry.block_size
+        if Signal.PROBE_QUERIES in self._method.needs:
+            queries = self.probe(token_ids, layers)
         gap_end = (len(token_ids) - self._method.config.window) // block_size * block_size
         layout = self._method.layout(np.asarray(token_ids[:gap_end], dtype=np.int64))
         budget = self._method.budget(gap_end, layout, options.keep, geometry)
@@ -177,6 +222,25 @@ class Simulation:
         last = self._method.config.observed_queries
         self._queries.append(query[0, :, -last:].clone())
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    def _observe_probes(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Plain attention of queries that are the last of the keys' tokens, which are kept."""
+        self._queries.append(query[0].clone())
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        visible = torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool()
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, visible, scale=scaling, enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
 
     def _attend(
         self,

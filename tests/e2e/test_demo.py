@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcompress_serving.server import descendants
+from kvcompress_serving.processes import descendants
 
 pytestmark = pytest.mark.e2e
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from openai import OpenAI
+from tiny_soft_tokens import make_soft_tokens
 
 from kvcompress_serving.server import serve
 
@@ -21,12 +22,12 @@ from vllm import LLM, SamplingParams
 import prometheus_client
 
 if __name__ == "__main__":
-    model, method, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    config = {"method": method, "min_prompt_tokens": 64, "threshold": 0.6}
+    model, (method, num_ranks, settings), prompts = sys.argv[1], *map(json.loads, sys.argv[2:])
+    config = {"method": method, "min_prompt_tokens": 64, "threshold": 0.6, **settings}
     extra = {} if method == "stock" else {"additional_config": {"kv_compression": config}}
     llm = LLM(
         model, dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=4,
-        block_size=32, kv_cache_memory_bytes=1 << 28, tensor_parallel_size=2,
+        block_size=32, kv_cache_memory_bytes=1 << 28, tensor_parallel_size=num_ranks,
         disable_log_stats=False, **extra,
     )
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -40,12 +41,15 @@ if __name__ == "__main__":
 """
 
 
-def run_offline(model, method, prompts, tmp_path):
+def run_offline(model, method, prompts, tmp_path, num_ranks=2, **settings):
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE)
     done = subprocess.run(
-        [sys.executable, str(script), str(model), method, json.dumps(prompts)],
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        [
+            *(sys.executable, str(script), str(model)),
+            *(json.dumps([method, num_ranks, settings]), json.dumps(prompts)),
+        ],
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[:num_ranks])},
         capture_output=True,
         text=True,
         check=False,
@@ -66,6 +70,25 @@ def test_tensor_parallel_ranks_agree(tiny_model, model_path, texts, tmp_path):
     packed = run_offline(tiny_model(), "semanticache", prompts, tmp_path)
     assert packed["counts"]["vllm_kvcompress:requests_compressed_total"] == 2
     assert packed["counts"]["vllm_kvcompress:blocks_freed_total"] > 0
+
+
+@pytest.mark.timeout(900)  # ranks wait for each other by spinning, which a busy machine feels
+def test_probes_run_on_every_rank(tiny_model, model_path, texts, tmp_path):
+    """Every head keeps its own tokens, so that two ranks keep what one does."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(model_path / "tokenizer.json")).encode(texts[:9000]).ids
+    prompts = [ids[:310], ids[600:1000]]
+    folder = str(make_soft_tokens(tiny_model(), tmp_path / "soft_tokens"))
+    settings = {"soft_tokens": folder, "probes": "dynamic", "heads": "each", "keep": 0.4}
+    one, two = (
+        run_offline(tiny_model(), "metasoft", prompts, tmp_path, num_ranks, **settings)
+        for num_ranks in (1, 2)
+    )
+    assert two["tokens"] == one["tokens"]
+    for found in (one, two):
+        assert found["counts"]["vllm_kvcompress:requests_compressed_total"] == 2
+        assert not found["counts"].get("vllm_kvcompress:requests_failed_total", 0)
 
 
 def test_metrics_with_two_api_servers(model_path, texts, tmp_path):

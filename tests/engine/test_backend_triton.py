@@ -18,17 +18,29 @@ import stand_in_worker  # noqa: E402
 import torch  # noqa: E402
 import triton_interpreter  # noqa: E402
 from harness import check_idle  # noqa: E402
+from tiny_artifact import TINY, make_artifact  # noqa: E402
+from tiny_soft_tokens import make_soft_tokens  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from vllm.forward_context import set_forward_context  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl  # noqa: E402
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture  # noqa: E402
 
-from kvcompress_kernels import formats  # noqa: E402
+from kvcompress_kernels import code_format, formats  # noqa: E402
+from kvcompress_kernels.coded_attention import coded_attention  # noqa: E402
+from kvcompress_kernels.coded_attention import triton as codes_triton  # noqa: E402
 from kvcompress_kernels.segment_attention import api, triton  # noqa: E402
+from vllm_kvcompress.calibration import run  # noqa: E402
+from vllm_kvcompress.config import parse_config, request_options  # noqa: E402
 from vllm_kvcompress.engine import backend_triton, doctor, settings  # noqa: E402
 from vllm_kvcompress.engine.protocol import ATTRIBUTE  # noqa: E402
-from vllm_kvcompress.methods.gpu import GpuSemantiCache  # noqa: E402
+from vllm_kvcompress.engine.worker_gpu import CompressionRunnerV2  # noqa: E402
+from vllm_kvcompress.methods import aatc  # noqa: E402
+from vllm_kvcompress.methods.gpu import GpuAATC, GpuSelKV, GpuSemantiCache  # noqa: E402
+from vllm_kvcompress.methods.registry import create_method  # noqa: E402
+from vllm_kvcompress.methods.selkv import SelKV  # noqa: E402
 from vllm_kvcompress.methods.semanticache import SemantiCache  # noqa: E402
+from vllm_kvcompress.simulation import Simulation  # noqa: E402
 
 triton_interpreter.repair()
 
@@ -42,6 +54,9 @@ SETTINGS = {
 }
 RELOCATE = {"method": "relocate", "min_prompt_tokens": 48, "min_output_tokens": 2, "window": 8}
 SEMANTICACHE = {**RELOCATE, "method": "semanticache", "threshold": 0.6}
+METASOFT = {**RELOCATE, "method": "metasoft", "keep": 0.4, "num_sink_tokens": 2}
+AATC = {**RELOCATE, "method": "aatc", "bits": 4.0, "num_sink_tokens": 2}
+SELKV = {**RELOCATE, "method": "selkv", "keep": 0.4, "observed_queries": 8, "num_sink_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +64,30 @@ def model(tiny_model, tmp_path_factory):
     folder = tiny_model(num_heads=2, num_kv_heads=1)
     target = tmp_path_factory.mktemp("small_vocabulary")
     return gpu_stand_in.shrink_vocabulary(folder, target, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def artifact(model, texts, tmp_path_factory):
+    """A calibration of the model, on tokens that it has."""
+    settings = replace(TINY, num_tokens=8 * 160)
+    target = tmp_path_factory.mktemp("artifact")
+    cut = run.cut
+
+    def cut_few_tokens(sources, encode, *rest):
+        return cut(sources, lambda text: [t % VOCAB_SIZE for t in encode(text)], *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "cut", cut_few_tokens)
+        return str(make_artifact(model, target, texts[:20_000], settings))
+
+
+@pytest.fixture(scope="module")
+def soft_tokens(model, tmp_path_factory):
+    return str(make_soft_tokens(model, tmp_path_factory.mktemp("soft_tokens"), 8))
+
+
+def coded(compression, artifact):
+    return {**compression, "artifact": artifact}
 
 
 @pytest.fixture
@@ -130,10 +169,13 @@ class Launches:
         return launch
 
 
-def test_a_replay_reads_what_was_written_in_place(make_gpu_engine, prompts, monkeypatch):
+@pytest.mark.parametrize("method", ["semanticache", "aatc"])
+def test_a_replay_reads_what_was_written_in_place(
+    make_gpu_engine, prompts, artifact, monkeypatch, method
+):
     """A decode graph is captured on an idle engine by vLLM's own preparation, and its launches are
     repeated after a real request has been compressed: same arguments, other contents."""
-    engine = make_gpu_engine(SEMANTICACHE)
+    engine = make_gpu_engine(SEMANTICACHE if method == "semanticache" else coded(AATC, artifact))
     runner, state = engine.runner, engine.compressor.state
     num_rows = 3
     metadata, slot_mappings = prepare_inputs_to_capture(
@@ -152,8 +194,13 @@ def test_a_replay_reads_what_was_written_in_place(make_gpu_engine, prompts, monk
     query = torch.zeros(num_rows, 2, 32)
     output = torch.zeros(num_rows, 2, 32)
     record = []
-    for name in ("attend_kernel", "reduce_kernel"):
-        monkeypatch.setattr(triton, name, Launches(getattr(triton, name), record))
+    kernels = [(triton, "attend_kernel"), (triton, "reduce_kernel")]
+    if method == "aatc":
+        names = ("fold_kernel", "attend_kernel", "unfold_kernel")
+        kernels = [(codes_triton, name) for name in names] + kernels
+    expected = [getattr(*kernel) for kernel in kernels]
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, Launches(getattr(module, name), record))
     host_calls = []
     monkeypatch.setattr(
         backend_triton.TritonAttentionImpl, "forward", lambda *args: host_calls.append(args)
@@ -164,7 +211,7 @@ def test_a_replay_reads_what_was_written_in_place(make_gpu_engine, prompts, monk
         )
     monkeypatch.undo()
     assert not host_calls
-    assert [kernel for kernel, *_ in record] == [triton.attend_kernel, triton.reduce_kernel]
+    assert [kernel for kernel, *_ in record] == expected
 
     # one compressed request, one short one without state, and a padded row
     monkeypatch.setattr(settings, "_unsupported_runner", lambda vllm_config: ())
@@ -187,22 +234,39 @@ def test_a_replay_reads_what_was_written_in_place(make_gpu_engine, prompts, monk
         kernel[grid](*args, **kwargs)
 
     exact = torch.zeros(num_rows, 2, 32)
+    batch = {
+        "query": query,
+        "kv_cache": state.kv_cache,
+        "layer": 1,
+        "block_table": runner.block_tables.input_block_tables[0][:num_rows],
+        "query_start_loc": runner.input_buffers.query_start_loc[: num_rows + 1],
+        "rows": torch.arange(2, dtype=torch.int32),
+        "slot_of_block": state.slot_of_block,
+        "scale": layer.impl.scale,
+        "impl": "reference",
+    }
+    partial = None, None
+    if method == "aatc":
+        assert state.num_rows.sum() > 0
+        partial = torch.zeros_like(exact), torch.zeros(exact.shape[:2])
+        coded_attention(
+            **batch,
+            output=partial[0],
+            log_sum=partial[1],
+            first_cell=state.first_code_cell,
+            num_rows=state.num_rows,
+            codecs=state.codecs[1],
+        )
     api.segment_attention(
-        query=query,
+        **batch,
         output=exact,
-        kv_cache=state.kv_cache,
         bias=state.bias,
-        layer=1,
-        block_table=runner.block_tables.input_block_tables[0][:num_rows],
         seq_lens=runner.input_buffers.seq_lens[:num_rows],
-        query_start_loc=runner.input_buffers.query_start_loc[: num_rows + 1],
-        rows=torch.arange(2, dtype=torch.int32),
-        slot_of_block=state.slot_of_block,
         gap_end=state.gap_end,
         first_cell=state.first_cell,
         num_entries=state.num_entries,
-        scale=layer.impl.scale,
-        impl="reference",
+        partial_output=partial[0],
+        partial_log_sum=partial[1],
     )
     assert exact[:2].abs().max() > 0.01
     torch.testing.assert_close(output[:2], exact[:2], atol=2e-6, rtol=1e-5)
@@ -248,35 +312,170 @@ def test_a_mixed_batch_leaves_the_other_rows_to_the_host(make_gpu_engine, prompt
     check_idle(engine)
 
 
-def test_the_same_entries_as_on_the_cpu(make_gpu_engine, prompts, monkeypatch):
-    """SemantiCache by Triton from the GPU's cells, and by C++ from a copy of them in the CPU's."""
-    engine = make_gpu_engine(SEMANTICACHE)
-    compress, usages, pools = GpuSemantiCache.compress_into, [], []
+def compress_twice(monkeypatch, gpu, cpu):
+    """Let a method compress every prompt by its Triton kernels, from the GPU's cells, and before
+    that by C++ from a copy of them in the CPU's; what both have written."""
+    compress, found = gpu.compress_into, []
 
-    def compress_twice(method, prompt):
+    def compress_into(method, prompt):
         copied = replace(
             prompt, kv_cache=formats.cpu_cells(prompt.kv_cache), bias=prompt.bias.clone()
         )
-        usages.append(SemantiCache.compress_into(method, copied))
-        usages.append(compress(method, prompt))
-        pools.append((copied.kv_cache, copied.bias, formats.cpu_cells(prompt.kv_cache), prompt))
-        return usages[-1]
+        theirs = cpu.compress_into(cpu_twin(method, cpu), copied)
+        ours = compress(method, prompt)
+        # blocks with codes are wiped when they go back to the pool
+        found.append((copied, theirs, prompt, ours, code_format.gpu_rows(prompt.kv_cache)))
+        return ours
 
-    monkeypatch.setattr(GpuSemantiCache, "compress_into", compress_twice)
+    monkeypatch.setattr(gpu, "compress_into", compress_into)
+    return found
+
+
+def cpu_twin(method, cpu):
+    """The same method, settings and model, for the CPU."""
+    twin = object.__new__(cpu)
+    twin.__dict__.update(method.__dict__)
+    return twin
+
+
+def entries_of(pool, bias, slab, usage):
+    """Keys, values and biases of each layer and head."""
+    places = (usage.first_cell.flatten().tolist(), usage.num_entries.flatten().tolist())
+    return [formats.read_segment(pool, bias, slab, *place) for place in zip(*places, strict=True)]
+
+
+def assert_same_places(theirs, ours):
+    assert torch.equal(theirs.num_entries, ours.num_entries)
+    assert torch.equal(theirs.first_cell, ours.first_cell)
+    assert (theirs.num_cells, theirs.details) == (ours.num_cells, ours.details)
+
+
+def test_the_same_entries_as_on_the_cpu(make_gpu_engine, prompts, monkeypatch):
+    engine = make_gpu_engine(SEMANTICACHE)
+    found = compress_twice(monkeypatch, GpuSemantiCache, SemantiCache)
     engine.add(prompts[3], max_tokens=3)
     engine.drain()
     check_idle(engine)
-    cpu, gpu = usages
-    assert torch.equal(cpu.num_entries, gpu.num_entries)
-    assert torch.equal(cpu.first_cell, gpu.first_cell)
-    assert (cpu.num_cells, cpu.details) == (gpu.num_cells, gpu.details)
-    assert 0 < gpu.num_entries.sum() <= 0.6 * 80 * gpu.num_entries.numel()
-    ((cells, bias, gpu_cells, prompt),) = pools
-    places = zip(cpu.first_cell.flatten().tolist(), cpu.num_entries.flatten().tolist(), strict=True)
-    for place in places:
-        one = formats.read_segment(cells, bias, prompt.slab, *place)
-        other = formats.read_segment(gpu_cells, prompt.bias, prompt.slab, *place)
+    ((copied, theirs, prompt, ours, _),) = found
+    assert_same_places(theirs, ours)
+    assert 0 < ours.num_entries.sum() <= 0.6 * 80 * ours.num_entries.numel()
+    pool = formats.cpu_cells(prompt.kv_cache)
+    for one, other in zip(
+        entries_of(copied.kv_cache, copied.bias, copied.slab, theirs),
+        entries_of(pool, prompt.bias, prompt.slab, ours),
+        strict=True,
+    ):
         assert all(map(torch.equal, one, other))
+
+
+def test_selkv_keeps_what_it_keeps_on_the_cpu(make_gpu_engine, prompts, monkeypatch):
+    """From the queries that the backend has kept, which come in two chunks, the last of one token:
+    a decode batch by its shape, which no graph may replay."""
+    engine = make_gpu_engine(SELKV, max_num_batched_tokens=92)
+    found = compress_twice(monkeypatch, GpuSelKV, SelKV)
+    engine.add(prompts[3], max_tokens=3)
+    engine.drain()
+    check_idle(engine)
+    ((copied, theirs, prompt, ours, _),) = found
+    assert prompt.queries.shape == (2, 2, 8, 32)
+    assert prompt.queries.isfinite().all()
+    assert_same_places(theirs, ours)
+    assert ours.num_entries.unique().tolist() == [int(0.4 * 80)]
+    assert 0 < ours.details["merged"] < 1
+    pool = formats.cpu_cells(prompt.kv_cache)
+    for one, other in zip(
+        entries_of(copied.kv_cache, copied.bias, copied.slab, theirs),
+        entries_of(pool, prompt.bias, prompt.slab, ours),
+        strict=True,
+    ):
+        assert torch.equal(one[0], other[0])
+        torch.testing.assert_close(one[1], other[1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(one[2], other[2], atol=1e-5, rtol=1e-5)
+
+
+def test_no_graph_replays_a_batch_whose_queries_are_kept(make_gpu_engine, prompts, monkeypatch):
+    engine = make_gpu_engine(SELKV, max_num_batched_tokens=92)
+    runner, answers = engine.runner, []
+    gather = runner.gather_batch_req_state
+
+    def record(scheduler_output, dummy_run):
+        theirs = super(CompressionRunnerV2, runner).gather_batch_req_state(
+            scheduler_output, dummy_run
+        )
+        ours = gather(scheduler_output, dummy_run)
+        observes = bool(getattr(scheduler_output, ATTRIBUTE).observe)
+        answers.append((observes, theirs[1], ours[1]))
+        return ours
+
+    monkeypatch.setattr(runner, "gather_batch_req_state", record, raising=False)
+    engine.add(prompts[3], max_tokens=3, salt="alone")
+    engine.drain()
+    # whether queries are kept, vLLM's count of tokens in a uniform batch, and ours
+    assert answers == [(True, None, None), (True, 1, None), (False, 1, 1), (False, 1, 1)]
+
+
+def test_aatc_has_the_rows_that_it_has_on_the_cpu(make_gpu_engine, prompts, artifact, monkeypatch):
+    engine = make_gpu_engine(coded(AATC, artifact))
+    found = compress_twice(monkeypatch, GpuAATC, aatc.AATC)
+    engine.add(prompts[3], max_tokens=3)
+    engine.drain()
+    check_idle(engine)
+    ((copied, theirs, prompt, ours, ours_pool),) = found
+    assert_same_places(theirs, ours)
+    assert torch.equal(theirs.first_code_cell, ours.first_code_cell)
+    assert torch.equal(theirs.num_rows, ours.num_rows)
+    assert ours.num_rows.flatten().tolist() == [80 - 2] * 2
+    for layer, codecs in enumerate(engine.compressor.state.codecs):
+        place = (int(ours.first_code_cell[layer, 0]), 78, codecs.groups[0].layout)
+        mine = code_format.read_rows(ours_pool, prompt.slab, *place)
+        other = code_format.read_rows(copied.kv_cache, prompt.slab, *place)
+        # sums of the transform in another order: a channel between two levels may take either
+        for one, two in ((mine.keys, other.keys), (mine.values, other.values)):
+            difference = (one.int() - two.int()).abs()
+            assert difference.max() <= 1
+            assert difference.float().mean() < 1e-3
+        torch.testing.assert_close(mine.scales.float(), other.scales.float(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        pytest.param(SELKV, marks=pytest.mark.slow),
+        pytest.param(AATC, marks=pytest.mark.slow),
+        METASOFT,
+        {**SELKV, "method": "selkv+aatc"},
+        pytest.param({**SEMANTICACHE, "method": "semanticache+aatc"}, marks=pytest.mark.slow),
+        pytest.param({**METASOFT, "method": "metasoft+aatc"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value["method"],
+)
+def test_the_engine_generates_what_the_simulation_does(
+    make_gpu_engine, model, prompts, artifact, soft_tokens, compression
+):
+    if "aatc" in compression["method"]:
+        compression = coded(compression, artifact)
+    if "metasoft" in compression["method"]:
+        compression = {**compression, "soft_tokens": soft_tokens}
+    engine = make_gpu_engine(compression)
+    before = engine.planner._metrics.requests_compressed._value.get()
+    answer = engine.generate([prompts[3]], max_tokens=6, salt="alone")
+    assert engine.planner._metrics.requests_compressed._value.get() == before + 1
+    assert answer[0][0] == simulate(model, compression, prompts[3], 6)
+    check_idle(engine)
+
+
+def simulate(model, compression, prompt, num_tokens):
+    """Tokens that the plain torch simulation generates greedily."""
+    config = parse_config(compression)
+    method = create_method(config)
+    method.bind_tokenizer(AutoTokenizer.from_pretrained(model))
+    transformer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    simulation = Simulation(transformer, method, BLOCK_SIZE, str(model))
+    packed = simulation.prefill(prompt, request_options({}, config))
+    tokens = [int(packed.logits.argmax())]
+    while len(tokens) < num_tokens:
+        tokens.append(int(simulation.feed(packed, tokens[-1:])[-1].argmax()))
+    return tokens
 
 
 def test_graph_support_is_that_of_single_token_decode(make_gpu_engine):

@@ -16,11 +16,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcompress_kernels import formats
+from vllm_kvcompress.config import method_names, parse_config
 from vllm_kvcompress.engine import backend_triton, doctor, settings, worker_gpu
 from vllm_kvcompress.engine.protocol import ATTRIBUTE
 from vllm_kvcompress.engine.spec import CompressedFullAttentionSpec
 from vllm_kvcompress.engine.state import stack_layers
 from vllm_kvcompress.engine.worker import _check_layer
+from vllm_kvcompress.methods.gpu import create_gpu_method, why_not_on_gpus
 
 load_general_plugins()
 
@@ -57,7 +59,7 @@ def create(model, compression, **arguments):
     ).create_engine_config()
 
 
-@pytest.mark.parametrize("method", ["semanticache", "relocate", "none"])
+@pytest.mark.parametrize("method", ["semanticache", "selkv", "relocate", "none"])
 def test_a_gpu_gets_its_worker_and_one_warning(tiny_model, gpu, monkeypatch, method):
     warnings = []
     monkeypatch.setattr(settings.logger, "warning_once", lambda *args: warnings.append(args[0]))
@@ -69,19 +71,25 @@ def test_a_gpu_gets_its_worker_and_one_warning(tiny_model, gpu, monkeypatch, met
     assert "verified on GPUs by Triton's interpreter" in warning
 
 
-@pytest.mark.parametrize(
-    ("method", "word"),
-    [
-        ("aatc", "coded rows, which have no GPU kernel yet"),
-        ("semanticache+aatc", "coded rows, which have no GPU kernel yet"),
-        ("selkv", "its kernels are for CPUs only"),
-    ],
-)
-def test_methods_without_gpu_kernels_are_refused(tiny_model, gpu, method, word):
-    with pytest.raises(ValueError, match="on a GPU") as error:
-        create(tiny_model(), method, enable_dbo=True)
-    for expected in (word, "use one of 'none', 'relocate', 'semanticache'", "--enable-dbo"):
+def test_every_method_has_a_form_for_gpus():
+    config = parse_config("none")
+    for method in method_names():
+        assert why_not_on_gpus(config.model_copy(update={"method": method})) is None
+
+
+@pytest.mark.parametrize("method", ["metasoft", "metasoft+aatc"])
+def test_flow_is_refused_on_a_gpu(tiny_model, gpu, method):
+    with pytest.raises(ValueError, match="flow 'convex' on a GPU") as error:
+        create(tiny_model(), {"method": method, "flow": "convex"}, enable_dbo=True)
+    for expected in ("set flow to 'none'", "--enable-dbo"):
         assert expected in str(error.value)
+    with pytest.raises(ValueError, match="set flow to 'none'"):
+        create_gpu_method(parse_config({"method": method, "flow": "convex"}))
+
+
+def test_coded_rows_need_an_artifact_on_a_gpu_as_well(tiny_model, gpu):
+    with pytest.raises(ValueError, match="aatc: no artifact is shipped for the model"):
+        create(tiny_model(), "aatc")
 
 
 def test_the_v1_runner_is_refused(tiny_model, gpu, monkeypatch):
@@ -97,7 +105,7 @@ def test_everything_else_is_refused_at_once(tiny_model, gpu, monkeypatch):
     with pytest.raises(ValueError, match="cannot be used here") as error:
         create(
             tiny_model(),
-            "selkv",
+            {"method": "metasoft", "flow": "mass"},
             attention_backend="FLASHINFER",
             worker_cls=settings.CPU_WORKER,
         )
@@ -105,7 +113,7 @@ def test_everything_else_is_refused_at_once(tiny_model, gpu, monkeypatch):
         "compute capability 7.5",
         "VLLM_BATCH_INVARIANT",
         "--attention-backend FLASHINFER: use FLASH_ATTN or TRITON_ATTN",
-        "method 'selkv' on a GPU",
+        "flow 'mass' on a GPU",
         f"--worker-cls {settings.CPU_WORKER}",
     ):
         assert word in str(error.value)
@@ -173,6 +181,13 @@ def test_the_gpu_worker_leaves_room_for_bias_and_splits(tiny_model, gpu, monkeyp
     taken = buffers._partial.nbytes + buffers._stats.nbytes
     assert backend_triton.SplitBuffers.num_bytes(worker.vllm_config, worker.device) == taken
     # a float32 bias for each slot of 32 keys and values in float16
+    assert worker.determine_available_memory() == (100_000_000 - taken) * 128 // (128 + 4)
+    config = worker.vllm_config.additional_config
+    config["kv_compression"] = {"method": "selkv+aatc", "bits": 2.0}
+    codecs = worker_gpu.codec_bytes(worker.vllm_config)
+    # two layers of 64 numbers that may all be channels: to fold and unfold, and to encode
+    assert codecs > 2 * 64 * 64 * (2 * 2 + 2 * 4)
+    taken += codecs
     assert worker.determine_available_memory() == (100_000_000 - taken) * 128 // (128 + 4)
 
 

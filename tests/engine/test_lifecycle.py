@@ -6,6 +6,7 @@ import random
 
 import pytest
 from harness import check_idle, check_invariants
+from tiny_soft_tokens import make_soft_tokens
 
 CONFIG = {
     "method": "semanticache",
@@ -20,14 +21,18 @@ SHORT = {"max_model_len": 592}
 
 @pytest.mark.parametrize(
     ("method", "seed"),
-    [(m, s) for m in ("semanticache", "relocate") for s in range(4)] + [("selkv", 0), ("selkv", 1)],
+    [(m, s) for m in ("semanticache", "relocate") for s in range(4)]
+    + [("selkv", 0), ("selkv", 1), ("metasoft", 0)],
 )
-def test_random_life(make_engine, tiny_model, token_ids, method, seed):
+def test_random_life(make_engine, tiny_model, token_ids, tmp_path, method, seed):
     """A tight pool, shared prefixes, ``n`` children, aborts: invariants after every step."""
     rng = random.Random(seed)
+    config = {**CONFIG, "method": method}
+    if method == "metasoft":
+        config["soft_tokens"] = str(make_soft_tokens(tiny_model(), tmp_path, default="dynamic"))
     engine = make_engine(
         tiny_model(),
-        {**CONFIG, "method": method},
+        config,
         num_gpu_blocks_override=rng.choice([48, 64, 96]),
         max_num_batched_tokens=rng.choice([48, 128, 512]),
         enable_prefix_caching=seed % 2 == 0,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness import BLOCK_SIZE, check_idle, check_invariants
 from tiny_artifact import make_artifact
+from tiny_soft_tokens import make_soft_tokens
 
 from kvcompress_kernels import code_format, formats
 from kvcompress_kernels.code_rows import reference
@@ -15,27 +16,46 @@ BASE = {"min_prompt_tokens": 64, "window": 32}
 EASY = {
     "semanticache": {"threshold": 0.9, "max_keep": 0.6},
     "selkv": {"keep": 0.5},
+    "metasoft": {"keep": 0.5},
     "aatc": {"bits": 4.0},
     "semanticache+aatc": {"threshold": 0.9, "max_keep": 0.6, "bits": 4.0},
     "selkv+aatc": {"keep": 0.5, "bits": 4.0},
+    "metasoft+aatc": {"keep": 0.5, "bits": 4.0},
 }
 HARD = {
     "semanticache": {"threshold": 0.5, "max_keep": 0.3},
     "selkv": {"keep": 0.1, "heads": "adaptive", "alpha": 1.0},
+    "metasoft": {"keep": 0.15, "probes": "dynamic", "flow": "mass"},
     "aatc": {"bits": 1.5},
     "semanticache+aatc": {"threshold": 0.5, "max_keep": 0.3, "bits": 1.5},
     "selkv+aatc": {"keep": 0.1, "heads": "each", "bits": 1.5},
+    "metasoft+aatc": {"keep": 0.1, "heads": "adaptive", "bits": 1.5},
 }
 METHODS = tuple(EASY)
 
 
-def configuration(method, settings, artifact=None):
-    return {"method": method, **BASE, **settings[method], "artifact": artifact}
+def configuration(method, settings, **artifacts):
+    return {"method": method, **BASE, **settings[method], **artifacts}
 
 
 @pytest.fixture(scope="module")
-def tiny_artifact(tiny_model, texts, tmp_path_factory):
-    return str(make_artifact(tiny_model(), tmp_path_factory.mktemp("artifact"), texts[:20_000]))
+def artifacts(tiny_model, texts, tmp_path_factory):
+    """Function: what a method needs for the tiny model."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    made = {
+        "aatc": {"artifact": str(make_artifact(tiny_model(), folder / "aatc", texts[:20_000]))},
+        "metasoft": {"soft_tokens": str(make_soft_tokens(tiny_model(), folder / "metasoft"))},
+    }
+    return lambda method: {
+        key: path for name in method.split("+") for key, path in made.get(name, {}).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def soft_tokens(model_path, tmp_path_factory):
+    """Function: what a method needs for the real model beside what is shipped."""
+    folder = str(make_soft_tokens(model_path, tmp_path_factory.mktemp("soft_tokens")))
+    return lambda method: {"soft_tokens": folder} if "metasoft" in method else {}
 
 
 def kept(engine):
@@ -107,14 +127,19 @@ def test_blocks_that_held_codes_are_fit_for_raw_tokens(make_engine, model_path, 
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=pytest.mark.slow) if "+" in m else m for m in METHODS]
+    "method",
+    [
+        # `test_metasoft` has shorter ones on the tiny model
+        pytest.param(m, marks=pytest.mark.slow) if "+" in m or m == "metasoft" else m
+        for m in METHODS
+    ],
 )
 def test_neither_chunks_nor_prefix_hits_change_what_is_kept(
-    make_engine, model_path, token_ids, method
+    make_engine, model_path, token_ids, soft_tokens, method
 ):
     """A prompt at once, in chunks shorter than the observed queries, and from the prefix cache."""
     prompt = token_ids[3000:3650]
-    config = configuration(method, HARD)
+    config = configuration(method, HARD, **soft_tokens(method))
     whole = make_engine(model_path, config)
     chunked = make_engine(model_path, config, max_num_batched_tokens=23, max_num_seqs=4)
     expected = compress(whole, prompt)
@@ -134,13 +159,13 @@ def test_neither_chunks_nor_prefix_hits_change_what_is_kept(
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_every_residue_in_half_precision(
-    make_engine, tiny_model, tiny_artifact, token_ids, method, settings, dtype
+    make_engine, tiny_model, artifacts, token_ids, method, settings, dtype
 ):
     """Prompts of all lengths modulo the block size, short ones and one without delimiters among
     them, in a pool that makes them preempt each other."""
     engine = make_engine(
         tiny_model(),
-        configuration(method, settings, tiny_artifact if "aatc" in method else None),
+        configuration(method, settings, **artifacts(method)),
         dtype=dtype,
         max_num_seqs=8,
         max_num_batched_tokens=64,

@@ -52,6 +52,12 @@ class ForceTokens(AdapterLogitsProcessor):
             800,
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"method": "metasoft", "probes": "dynamic", "flow": "mass"},
+            2000,
+            1210,
+            marks=pytest.mark.slow,
+        ),
         ({"method": "aatc"}, 1000, 1300),
         ({"method": "selkv+aatc", "keep": 0.5}, 500, 1100),
         pytest.param(

@@ -15,6 +15,7 @@ gpu_stand_in.require()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from harness import check_idle, check_invariants  # noqa: E402
+from tiny_soft_tokens import make_soft_tokens  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.plugins import load_general_plugins  # noqa: E402
@@ -31,6 +32,7 @@ VOCAB_SIZE = 512
 RELOCATE = {"method": "relocate", "min_prompt_tokens": 64, "min_output_tokens": 2, "window": 16}
 SEMANTICACHE = {**RELOCATE, "method": "semanticache", "threshold": 0.6}
 SELKV = {**RELOCATE, "method": "selkv", "keep": 0.4, "observed_queries": 24}
+METASOFT = {**RELOCATE, "method": "metasoft", "keep": 0.4, "probes": "dynamic"}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,11 @@ def test_abort_leaves_the_others_alone(make_engine, model, prompts, asynchronous
     assert list(final[survivor].outputs[0].token_ids) == expected
 
 
+@pytest.fixture(scope="module")
+def soft_tokens(model, tmp_path_factory):
+    return {"soft_tokens": str(make_soft_tokens(model, tmp_path_factory.mktemp("soft_tokens")))}
+
+
 def kept(engine, prompt):
     """Tables, and entries of all segments, of one prompt right after its compression; and the
     tokens that came out in the end."""
@@ -157,11 +164,14 @@ def kept(engine, prompt):
 
 
 @only_async
-@pytest.mark.parametrize("config", [SEMANTICACHE, SELKV], ids=lambda config: config["method"])
+@pytest.mark.parametrize(
+    "config", [SEMANTICACHE, SELKV, METASOFT], ids=lambda config: config["method"]
+)
 def test_the_methods_keep_what_they_keep_under_v1(
-    make_engine, model, prompts, asynchronous, config, monkeypatch
+    make_engine, model, prompts, asynchronous, config, soft_tokens, monkeypatch
 ):
     """In chunks, so that queries are observed over several steps and among other requests."""
+    config = {**config, **(soft_tokens if config is METASOFT else {})}
     settings = {"max_num_batched_tokens": 96, "max_num_seqs": 6}
     v2 = make_engine(model, config, **settings)
     with monkeypatch.context() as patch:

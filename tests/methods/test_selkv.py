@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scored_prompts import Case, make_case, positions
 
-from kvcompress_kernels.formats import SlabGeometry, cell_keys, cell_values, read_segment
+from kvcompress_kernels.formats import SlabGeometry, cell_keys, cell_values
 from kvcompress_kernels.window_scores import reference as scoring
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.core import (
-    IncompressibleError,
-    LayerView,
-    PagedPrompt,
-    PromptView,
-    RequestOptions,
-    SlabOverflowError,
-)
+from vllm_kvcompress.core import IncompressibleError, SlabOverflowError
 from vllm_kvcompress.methods.selkv import SelKV
 
 RULES = {
@@ -37,120 +30,17 @@ def make_method(**settings_: object) -> SelKV:
     return SelKV(CompressionConfig(method="selkv", **settings_))
 
 
-class Case:
-    """One prompt in both forms: paged in a poisoned pool, and dense.
-
-    Args:
-        keys: ``[L, H, n, D]``.
-        values: ``[L, H, n, D]``.
-        queries: ``[L, num_heads, w, D]``.
-        num_compressed: ``G``.
-    """
-
-    def __init__(
-        self,
-        method: SelKV,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        queries: torch.Tensor,
-        num_compressed: int,
-        keep: float | None,
-        num_blocks: int | None = None,
-        block_size: int = 16,
-    ) -> None:
-        layers, heads, tokens, size = keys.shape
-        self.method, self.keys, self.values = method, keys, values
-        geometry = SlabGeometry(layers, heads, block_size)
-        if num_blocks is None:
-            num_blocks = method.budget(num_compressed, None, keep, geometry).num_blocks
-        count, gap = -(-tokens // block_size), num_compressed // block_size
-        shape = (layers, count + num_blocks, heads, block_size, 2 * size)
-        kv_cache = torch.full(shape, math.nan, dtype=keys.dtype)
-        for i in range(count):
-            stop = min(block_size, tokens - i * block_size)
-            of = slice(i * block_size, i * block_size + stop)
-            cells = kv_cache[:, num_blocks + i]
-            cell_keys(cells)[..., :stop] = keys[:, :, of].transpose(-1, -2)
-            cell_values(cells)[..., :stop, :] = values[:, :, of]
-        options = RequestOptions("selkv", keep)
-        blocks = torch.arange(num_blocks, num_blocks + count, dtype=torch.int32)
-        self.paged = PagedPrompt(
-            kv_cache=kv_cache,
-            bias=torch.full((count + num_blocks, layers, heads, block_size), math.nan),
-            source=blocks[:gap].clone(),
-            tail=blocks[gap:].clone(),
-            num_tokens=tokens,
-            slab=torch.arange(num_blocks, dtype=torch.int32).flip(0),
-            options=options,
-            layout=None,
-            geometry=geometry,
-            queries=queries,
-        )
-        views = [
-            LayerView(k[:, :num_compressed], v[:, :num_compressed], k[:, num_compressed:], q)
-            for k, v, q in zip(keys, values, queries, strict=True)
-        ]
-        self.dense = PromptView(views, options, None, geometry, self.paged.num_cells)
-
-    def scores(self) -> torch.Tensor:
-        """Float32 ``[L, H, G]``, before pooling."""
-        out = []
-        for view in self.dense.layers:
-            assert view.tail_keys is not None
-            assert view.queries is not None
-            keys = torch.cat([view.keys, view.tail_keys], 1)
-            first = keys.shape[1] - view.queries.shape[1]
-            mass = scoring.attention_mass(view.queries, keys, first, keys.shape[2] ** -0.5)
-            out.append(scoring.weigh(mass[:, : view.keys.shape[1]], view.values).float())
-        return torch.stack(out)
-
-    def read(self, usage) -> list[tuple[torch.Tensor, ...]]:
-        cells, counts = usage.first_cell.flatten().tolist(), usage.num_entries.flatten().tolist()
-        paged = self.paged
-        return [
-            read_segment(paged.kv_cache, paged.bias, paged.slab, cell, count)
-            for cell, count in zip(cells, counts, strict=True)
-        ]
-
-    def run(self) -> list[tuple[torch.Tensor, ...]]:
-        """Entries of each layer and head, from the kernels."""
-        return self.read(self.method.compress_into(self.paged))
-
-    def run_dense(self) -> list[tuple[torch.Tensor, ...]]:
-        return [
-            head
-            for segment in self.method.compress_prompt(self.dense)
-            for head in zip(segment.keys, segment.values, segment.bias, strict=True)
-        ]
-
-
-def make_case(
-    method: SelKV,
-    *,
-    blocks: int = 10,
-    tail: int = 5,
-    layers: int = 2,
-    heads: int = 2,
-    group: int = 3,
-    num_queries: int = 8,
-    size: int = 32,
-    keep: float | None = 0.25,
-    num_blocks: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = 16 * blocks + tail
-    slow = torch.randn(2, layers, heads, tokens // 8 + 1, size, generator=generator)
-    noise = 0.7 * torch.randn(2, layers, heads, tokens, size, generator=generator)
-    keys, values = (slow.repeat_interleave(8, 3)[..., :tokens, :] + noise).to(dtype)
-    queries = 2 * torch.randn(layers, heads * group, num_queries, size, generator=generator)
-    return Case(method, keys, values, queries.to(dtype), 16 * blocks, keep, num_blocks)
-
-
-def positions(entry_keys: torch.Tensor, keys: torch.Tensor) -> list[int]:
-    """Tokens that some entries are; every key occurs once."""
-    return [int((keys == key).all(-1).nonzero()) for key in entry_keys]
+def scores_of(case: Case) -> torch.Tensor:
+    """Float32 ``[L, H, G]``, before pooling."""
+    out = []
+    for view in case.dense.layers:
+        assert view.tail_keys is not None
+        assert view.queries is not None
+        keys = torch.cat([view.keys, view.tail_keys], 1)
+        first = keys.shape[1] - view.queries.shape[1]
+        mass = scoring.attention_mass(view.queries, keys, first, keys.shape[2] ** -0.5)
+        out.append(scoring.weigh(mass[:, : view.keys.shape[1]], view.values).float())
+    return torch.stack(out)
 
 
 def is_settled(method: SelKV, scores: torch.Tensor, keep: float) -> bool:
@@ -202,7 +92,7 @@ def test_both_forms_agree_and_every_budget_is_met(
         dtype=dtype,
         seed=seed,
     )
-    assume(is_settled(method, case.scores(), keep))
+    assume(is_settled(method, scores_of(case), keep))
     before = case.paged.kv_cache[:, budget.num_blocks :].clone()
     usage = method.compress_into(case.paged)
     assert usage.num_cells <= case.paged.num_cells
@@ -233,7 +123,7 @@ def test_kept_are_the_highest_scores():
     method = make_method(num_sink_tokens=0, pool_kernel=1, heads="each")
     case = make_case(method)
     for (entry_keys, _, _), keys, scores in zip(
-        case.run(), case.keys.flatten(0, 1), case.scores().flatten(0, 1), strict=True
+        case.run(), case.keys.flatten(0, 1), scores_of(case).flatten(0, 1), strict=True
     ):
         kept = torch.zeros(160, dtype=torch.bool)
         kept[positions(entry_keys, keys)] = True
@@ -305,7 +195,7 @@ def test_the_raw_tail_takes_its_share_of_attention(rival, form):
 def test_values_weigh_as_much_as_attention():
     method = make_method(num_sink_tokens=0, pool_kernel=1, keep_tokens=16)
     case = make_case(method, layers=1, heads=1, keep=None)
-    last = int(case.scores()[0, 0].argmin())
+    last = int(scores_of(case)[0, 0].argmin())
     values = case.values.clone()
     values[0, 0, last] *= 1e6
     loud = Case(method, case.keys, values, case.paged.queries, 160, None)

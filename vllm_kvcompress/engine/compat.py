@@ -190,6 +190,7 @@ EXTENSION_POINTS = (
             "additional_config",
             "instance_id",
             "attention_config",
+            "lora_config",
         ),
     ),
     ExtensionPoint(
@@ -198,6 +199,7 @@ EXTENSION_POINTS = (
             "get_num_attention_heads": ("parallel_config",),
             "get_num_kv_heads": ("parallel_config",),
             "get_head_size": (),
+            "get_inputs_embeds_size": (),
         },
         attributes=(
             "runner_type",
@@ -208,16 +210,21 @@ EXTENSION_POINTS = (
             "is_encoder_decoder",
             "is_diffusion",
             "uses_alibi",
+            "uses_mrope",
+            "requires_raw_input_tokens",
         ),
-        fields=("model", "skip_tokenizer_init", "served_model_name", "dtype"),
+        fields=("model", "skip_tokenizer_init", "served_model_name", "dtype", "max_model_len"),
     ),
     ExtensionPoint(
         "vllm.config.CacheConfig", fields=("block_size", "cache_dtype", "kv_sharing_fast_prefill")
     ),
     ExtensionPoint(
         "vllm.config.ParallelConfig",
-        attributes=("data_parallel_index",),
+        attributes=("data_parallel_index", "use_sequence_parallel_moe"),
         fields=(
+            "data_parallel_size",
+            "enable_expert_parallel",
+            "is_moe_model",
             "worker_cls",
             "pipeline_parallel_size",
             "decode_context_parallel_size",
@@ -231,6 +238,7 @@ EXTENSION_POINTS = (
             "async_scheduling",
             "disable_hybrid_kv_cache_manager",
             "max_num_seqs",
+            "max_num_batched_tokens",
         ),
     ),
     ExtensionPoint(
@@ -375,6 +383,7 @@ EXTENSION_POINTS = (
             "execute_model": ("scheduler_output",),
             "sample_tokens": (),
             "get_kv_cache_spec": (),
+            "get_model": (),
         },
         attributes=(
             "vllm_config",
@@ -382,6 +391,7 @@ EXTENSION_POINTS = (
             "kv_cache_config",
             "input_batch",
             "requests",
+            "attn_groups",
         ),
     ),
     ExtensionPoint("vllm.v1.worker.gpu_input_batch.CachedRequestState", fields=("block_ids",)),
@@ -403,7 +413,36 @@ EXTENSION_POINTS = (
             "num_actual_tokens",
             "max_query_len",
             "block_table_tensor",
+            "slot_mapping",
+            "max_seq_len",
+            "positions",
+            "is_prefilling",
+            "seq_lens_cpu_upper_bound",
         ),
+    ),
+    ExtensionPoint(
+        "vllm.v1.worker.utils.AttentionGroup",
+        methods={"build_metadata": ("common_attn_metadata",)},
+        fields=("layer_names",),
+    ),
+    ExtensionPoint(
+        "vllm.forward_context.set_forward_context",
+        methods={
+            "": (
+                "attn_metadata",
+                "vllm_config",
+                "num_tokens",
+                "cudagraph_runtime_mode",
+                "slot_mapping",
+                "skip_compiled",
+            )
+        },
+    ),
+    ExtensionPoint("vllm.config.CUDAGraphMode", attributes=("NONE",)),
+    ExtensionPoint("vllm.compilation.decorators._support_torch_compile", methods={"": ("cls",)}),
+    ExtensionPoint(
+        "vllm.model_executor.models.interfaces_base.VllmModel",
+        methods={"embed_input_ids": ("input_ids",)},
     ),
     ExtensionPoint(
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
@@ -463,7 +502,9 @@ EXTENSION_POINTS = (
             "execute_model": ("scheduler_output",),
             "sample_tokens": (),
             "prepare_inputs": (),
+            "gather_batch_req_state": ("scheduler_output", "dummy_run"),
             "get_kv_cache_spec": (),
+            "get_model": (),
         },
         attributes=(
             "vllm_config",
@@ -472,6 +513,7 @@ EXTENSION_POINTS = (
             "kernel_block_sizes",
             "req_states",
             "block_tables",
+            "attn_groups",
         ),
         gpu=True,
     ),

@@ -25,6 +25,14 @@ from vllm.config import VllmConfig
 
 PREFIX = "vllm_kvcompress:"
 _ENVIRONMENT = "PROMETHEUS_MULTIPROC_DIR"
+BYPASS_REASONS = (
+    *("method_none", "opted_out", "invalid_options", "pooling", "streaming_input", "multimodal"),
+    *("prompt_embeds", "short_prompt", "short_output", "context_end", "no_room"),
+    *("shared_prefix", "no_free_blocks", "finished_early"),
+)
+"""Every reason for which the scheduler leaves a request uncompressed."""
+FAILURE_REASONS = ("slab_overflow", "probe_failed")
+"""Every reason for which the worker gives a compression up."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -61,6 +69,11 @@ class CompressionMetrics:
         self._failed = counter(
             "requests_failed", "Compressions that the worker gave up, by reason.", "reason"
         )
+        # a counter that begins with 1 has not grown yet for Prometheus: all begin with 0
+        for reason in BYPASS_REASONS:
+            self._bypassed.labels(*labels, reason)
+        for reason in FAILURE_REASONS:
+            self._failed.labels(*labels, reason)
         self.blocks_freed = counter(
             "blocks_freed", "KV-cache blocks that requests gave up by compression, net of slabs."
         ).labels(*labels)

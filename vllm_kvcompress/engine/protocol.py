@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from vllm_kvcompress.core import RequestOptions, TokenLayout
 
 ATTRIBUTE = "kv_compression"
@@ -59,6 +61,7 @@ class Plan:
         num_tokens: tokens of the prompt, ``n``; those from ``gap_end`` on stay as they are.
         options: method and settings for this request.
         layout: token layout, if the method needs one.
+        token_ids: int64 ``[n]``, if the method's probes depend on the prompt.
     """
 
     sequence: int
@@ -70,6 +73,7 @@ class Plan:
     num_tokens: int
     options: RequestOptions
     layout: TokenLayout | None = None
+    token_ids: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

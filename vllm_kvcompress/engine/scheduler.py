@@ -55,6 +55,8 @@ class _Candidate:
         reason: why the last attempt came to nothing; None before the first.
         layout: of the first ``num_tokens`` tokens, kept between attempts.
         observed: tokens of the prompt whose last queries the worker keeps; 0: it keeps none.
+        prompt_end: tokens that were computed together, those included that a request had generated
+            before it was preempted; 0 before.
     """
 
     options: RequestOptions
@@ -63,6 +65,7 @@ class _Candidate:
     layout: TokenLayout | None = None
     num_tokens: int = 0
     observed: int = 0
+    prompt_end: int = 0
 
 
 class Planner:
@@ -75,6 +78,7 @@ class Planner:
         geometry: of slabs.
         metrics: counters.
         requests: looks up a live request by id.
+        max_model_len: positions that the model has.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Planner:
         geometry: SlabGeometry,
         metrics: CompressionMetrics,
         requests: Callable[[str], Request],
+        max_model_len: int,
     ) -> None:
         self._config = config
         self._method = method
@@ -93,6 +98,8 @@ class Planner:
         self._geometry = geometry
         self._metrics = metrics
         self._requests = requests
+        self._max_model_len = max_model_len
+        self._num_probes = 0 if method.probes is None else method.probes.num_tokens
         self._candidates: dict[str, _Candidate] = {}
         self._compressed: dict[str, RequestOptions] = {}
         self._held: dict[int, tuple[Plan, list[KVCacheBlock]]] = {}
@@ -175,6 +182,7 @@ class Planner:
                 or num_scheduled > 1
                 or (num_computed < request.num_prompt_tokens)
             ):
+                self._candidates[request_id].prompt_end = request.num_tokens
                 if self.num_queries and (order := self._observe(request, num_computed)):
                     observe.append(order)
                 continue
@@ -214,10 +222,15 @@ class Planner:
         known = min(num_computed, request.num_tokens)
         if self.num_queries:
             known = min(known, candidate.observed)
+        elif self._num_probes and candidate.prompt_end:
+            # probes follow the prompt, whatever has been generated before there was room
+            known = min(known, candidate.prompt_end)
         num_gap_blocks = (known - self._config.window) // block_size
         gap_end = num_gap_blocks * block_size
         if num_gap_blocks < 1:
             return self._discard(request.request_id, "short_prompt")
+        if known + self._num_probes > self._max_model_len:
+            return self._discard(request.request_id, "context_end")
         options = candidate.options
         try:
             if candidate.num_tokens != gap_end:
@@ -249,11 +262,19 @@ class Planner:
             num_tokens=known,
             options=options,
             layout=candidate.layout,
+            token_ids=self._token_ids(request, known),
         )
         self._held[sequence] = (plan, old)
         del self._candidates[request.request_id]
         self._compressed[request.request_id] = options
         return plan
+
+    def _token_ids(self, request: Request, num_tokens: int) -> np.ndarray | None:
+        """The first tokens of a request, where the method's probes depend on them."""
+        probes = self._method.probes
+        if probes is None or probes.kind == "static":
+            return None
+        return np.asarray(request.all_token_ids[:num_tokens], dtype=np.int64)
 
     def _discard(self, request_id: str, reason: str) -> None:
         """A request will not be compressed any more."""
@@ -438,4 +459,5 @@ def _create_planner(scheduler: Scheduler) -> Planner:
         geometry=geometry,
         metrics=CompressionMetrics(vllm_config, vllm_config.parallel_config.data_parallel_index),
         requests=scheduler.requests.__getitem__,
+        max_model_len=vllm_config.model_config.max_model_len,
     )

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
 from vllm_kvcompress.config import CONFIG_KEY, CompressionConfig, parse_config, request_options
+from vllm_kvcompress.core import Signal
 from vllm_kvcompress.engine import compat, metrics
 from vllm_kvcompress.engine.shape import expected_shape
 from vllm_kvcompress.methods.gpu import MIN_CAPABILITY, why_not_on_gpus
@@ -61,6 +62,7 @@ def create_engine_config(
     reasons += _unsupported(vllm_config)
     if current_platform.is_cuda():
         reasons += _unsupported_on_gpus(config, vllm_config)
+    reasons += _unsupported_with_probes(config, vllm_config)
     _refuse(reasons or list(_unbound(config, vllm_config)))
     metrics.expose(vllm_config)
     _validate_requests(config)
@@ -163,7 +165,7 @@ def _unsupported_runner(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_on_gpus(config: CompressionConfig, vllm_config: VllmConfig) -> Iterator[str]:
-    if reason := why_not_on_gpus(config.method):
+    if reason := why_not_on_gpus(config):
         yield reason
     capability = current_platform.get_device_capability()
     if capability is None or capability.to_int() < MIN_CAPABILITY:
@@ -176,6 +178,25 @@ def _unsupported_on_gpus(config: CompressionConfig, vllm_config: VllmConfig) -> 
             yield f"--attention-backend {backend.name}: use {' or '.join(GPU_BACKENDS)}"
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         yield "VLLM_BATCH_INVARIANT: how the keys of a row are split follows the batch (unset it)"
+
+
+def _unsupported_with_probes(config: CompressionConfig, vllm_config: VllmConfig) -> Iterator[str]:
+    """Reasons against a forward pass of embeddings beside the steps that vLLM schedules."""
+    if Signal.PROBE_QUERIES not in create_method(config).needs:
+        return
+    name = f"with method '{config.method}', whose soft tokens the model reads after each prompt"
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if vllm_config.lora_config is not None:
+        yield f"--enable-lora {name} without an adapter"
+    if model.uses_mrope:
+        yield f"models with several positions a token (M-RoPE) {name}"
+    if model.requires_raw_input_tokens:
+        yield f"models that need tokens beside embeddings {name}"
+    if _layer_types(model.hf_text_config) & {"sliding_attention", "chunked_attention"}:
+        yield f"models with sliding-window or chunked attention beside full attention {name}"
+    spread = parallel.data_parallel_size > 1 or parallel.enable_expert_parallel
+    if parallel.is_moe_model is not False and (spread or parallel.use_sequence_parallel_moe):
+        yield f"mixtures of experts under data or expert parallelism {name}: ranks would wait"
 
 
 _STATE_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}

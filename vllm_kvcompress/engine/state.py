@@ -7,7 +7,8 @@ The tables are allocated once and only ever written in place, which is what CUDA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +80,7 @@ class DeviceState:
     ) -> None:
         num_layers, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape[-5:]
         self.kv_cache = kv_cache
+        self._block_dim = kv_cache.dim() - 4
         self.geometry = SlabGeometry(num_layers, num_kv_heads, block_size)
 
         def table(*shape: int) -> torch.Tensor:
@@ -144,7 +146,27 @@ class DeviceState:
         token has filled yet by zero instead of leaving them out.
         """
         if self.codecs:
-            self.kv_cache.index_fill_(1, torch.tensor(slab), 0)
+            self.clear(slab)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros, in all layers."""
+        at = torch.tensor(blocks, device=self.kv_cache.device)
+        self.kv_cache.index_fill_(self._block_dim, at, 0)
+
+    def copy(self, block: int, to: int) -> None:
+        """Copy one block to another, in all layers."""
+        self.kv_cache.select(self._block_dim, to).copy_(
+            self.kv_cache.select(self._block_dim, block)
+        )
+
+    @contextmanager
+    def observing(self, queries: QueryWindows) -> Iterator[None]:
+        """Let the layers hand their queries to ``queries`` meanwhile."""
+        usual, self.queries = self.queries, queries
+        try:
+            yield
+        finally:
+            self.queries = usual
 
 
 class QueryWindows:

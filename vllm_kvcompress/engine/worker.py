@@ -26,6 +26,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from kvcompress_kernels import build, formats
 from vllm_kvcompress.config import CONFIG_KEY, parse_config
 from vllm_kvcompress.core import PagedPrompt, Signal, SlabOverflowError, SlabUsage
+from vllm_kvcompress.engine.probes import Probed, Prober
 from vllm_kvcompress.engine.protocol import ATTRIBUTE, CompressionStep, Plan, Report
 from vllm_kvcompress.engine.shape import model_shape
 from vllm_kvcompress.engine.spec import CompressedFullAttentionSpec
@@ -194,6 +195,10 @@ class Compressor:
         create = create_gpu_method if self._has_gpu_cells else create_method
         self._method = create(config)
         self.state = self._create_state(vllm_config.scheduler_config.max_num_seqs)
+        probes = self._method.probes
+        self._prober = None
+        if probes is not None:
+            self._prober = Prober(runner, self._group, probes, self.state)
 
     def _create_state(self, max_num_seqs: int) -> DeviceState:
         runner = self._runner
@@ -227,12 +232,24 @@ class Compressor:
         """Execute the orders of a step; called before vLLM looks at it."""
         for request_id in step.release:
             self.state.release(request_id)
+        probed = self._probe(step.compress)
         for plan in step.compress:
-            self.reports.append(self._compress(plan))
+            self.reports.append(self._compress(plan, probed))
         self.state.queries.begin_step(step.observe)
 
-    def _compress(self, plan: Plan) -> Report:
-        started = time.perf_counter()
+    def _probe(self, plans: Sequence[Plan]) -> Probed:
+        """Queries of the method's probes, if it has any; none where the model failed on them."""
+        if self._prober is None or not plans:
+            return Probed()
+        try:
+            return self._prober.run(plans)
+        # whatever it is, these requests stay uncompressed and the others go on
+        except Exception:
+            logger.exception("the model failed on the soft tokens of %d requests", len(plans))
+            return Probed()
+
+    def _compress(self, plan: Plan, probed: Probed) -> Report:
+        started = time.perf_counter() - probed.seconds
         state = self.state
 
         def blocks(ids: list[int]) -> torch.Tensor:
@@ -248,14 +265,20 @@ class Compressor:
             options=plan.options,
             layout=plan.layout,
             geometry=state.geometry,
-            queries=state.queries.take(plan.request_id),
+            queries=probed.queries.pop(plan.request_id, None)
+            if self._prober
+            else state.queries.take(plan.request_id),
         )
         assert Signal.QUERY_WINDOW not in self._method.needs or prompt.queries is not None
         usage: SlabUsage | None = None
-        try:
-            usage = self._method.compress_into(prompt)
-        except SlabOverflowError as error:
-            logger.warning("compression of %s failed: %s", plan.request_id, error)
+        reason = "slab_overflow"
+        if self._prober is not None and prompt.queries is None:
+            reason = "probe_failed"
+        else:
+            try:
+                usage = self._method.compress_into(prompt)
+            except SlabOverflowError as error:
+                logger.warning("compression of %s failed: %s", plan.request_id, error)
         num_cells, failed = _agree(usage)
         if usage is None or failed:
             state.wipe(plan.slab)
@@ -266,10 +289,12 @@ class Compressor:
                 num_entries=0,
                 num_segments=1,
                 seconds=time.perf_counter() - started,
-                error="slab_overflow",
+                error=reason,
             )
         num_used = state.geometry.blocks(num_cells)
         state.add(plan.request_id, plan.slab[:num_used], plan.gap_end, usage)
+        if self._prober is not None:
+            usage.details["probe_seconds"] = probed.seconds
         num_nulls = len(plan.source) - num_used
         self._batch.rewrite(plan.request_id, [*plan.slab[:num_used], *[0] * num_nulls])
         return Report(

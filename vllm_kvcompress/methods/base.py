@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from vllm_kvcompress.core import (
     SlabUsage,
     TokenLayout,
 )
+from vllm_kvcompress.soft_tokens.model import SoftTokens
 
 
 class Method(ABC):
@@ -64,6 +66,12 @@ class Method(ABC):
         Args:
             token_ids: int64 ``[G]``.
         """
+        return None
+
+    @property
+    def probes(self) -> SoftTokens | None:
+        """What the model reads after a prompt, for methods that need `Signal.PROBE_QUERIES`; known
+        once the model is bound."""
         return None
 
     @abstractmethod
@@ -173,7 +181,9 @@ class SegmentWriter:
 
     def take_rows(self, layer: int, group: int, num_rows: int, layout: RowLayout) -> int:
         """Reserve the cells of coded rows, for a kernel to write; the first of them."""
-        cell_bytes = self._prompt.kv_cache[0, 0, 0].nbytes
+        pool = self._prompt.kv_cache
+        # layers, blocks and heads stand in the same places in both forms of a pool
+        cell_bytes = pool.numel() * pool.element_size() // math.prod(pool.shape[-5:-2])
         first = self._take(-(-num_rows // layout.rows_per_cell(cell_bytes)))
         self._first_code_cell[layer, group] = first
         self._num_rows[layer, group] = num_rows

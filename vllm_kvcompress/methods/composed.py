@@ -26,6 +26,7 @@ from vllm_kvcompress.core import (
 )
 from vllm_kvcompress.methods.aatc import AATC
 from vllm_kvcompress.methods.base import Method, SegmentWriter
+from vllm_kvcompress.soft_tokens.model import SoftTokens
 
 
 class Composed(Method):
@@ -64,6 +65,10 @@ class Composed(Method):
 
     def codecs(self) -> Sequence[Sequence[GroupCodec]]:
         return self._coder.codecs()
+
+    @property
+    def probes(self) -> SoftTokens | None:
+        return self._first.probes
 
     def layout(self, token_ids: np.ndarray) -> TokenLayout | None:
         return self._first.layout(token_ids)

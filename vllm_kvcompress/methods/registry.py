@@ -26,6 +26,12 @@ def _selkv(config: CompressionConfig) -> Method:
     return SelKV(config)
 
 
+def _metasoft(config: CompressionConfig) -> Method:
+    from vllm_kvcompress.methods.metasoft import MetaSoft
+
+    return MetaSoft(config)
+
+
 def _aatc(config: CompressionConfig) -> Method:
     from vllm_kvcompress.methods.aatc import AATC
 
@@ -51,9 +57,11 @@ _METHODS: dict[str, Callable[[CompressionConfig], Method]] = {
     "none": _none,
     "semanticache": _semanticache,
     "selkv": _selkv,
+    "metasoft": _metasoft,
     "aatc": _aatc,
     "semanticache+aatc": _composed("semanticache"),
     "selkv+aatc": _composed("selkv"),
+    "metasoft+aatc": _composed("metasoft"),
     "relocate": _relocate,
 }
 assert tuple(_METHODS) == method_names()
