@@ -15,7 +15,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL_NAME := smollm2-135m
 # program that builds images
 DOCKER ?= docker
+# processes that run the tests
+TEST_PROCESSES ?= 2
 ARGS ?=
+# rows of bench-server, beside stock vLLM and the plugin without a method
+BENCH_ROWS ?= semanticache selkv aatc selkv+aatc semanticache+aatc
 
 FETCH_MODEL := $(BIN)/python -m vllm_kvcompress.models $(MODEL_NAME) \
   $(if $(KVC_CACHE),--cache '$(abspath $(KVC_CACHE))')
@@ -42,7 +46,9 @@ help: ## list the targets and settings
 	@echo '  TORCH_INDEX   extra package index with the CPU build of torch'
 	@echo '  KVC_MODEL     model folder to use instead of the sample model'
 	@echo '  KVC_CACHE     folder that keeps the sample model'
+	@echo '  BENCH_ROWS    methods that bench-server compares'
 	@echo '  DOCKER        program that builds images: docker, podman'
+	@echo '  TEST_PROCESSES  processes that run the tests, 2 where it is not given'
 	@echo '  ARGS          arguments passed on by demo, test, test-slow, bench-* and image-*'
 
 setup: $(INSTALLED) model ## environment in .venv and the sample model; repeating it takes seconds
@@ -59,7 +65,7 @@ $(INSTALLED): | $(BIN)/python
 	@command -v "$${CXX:-g++}" || command -v clang++ || \
 	  { echo 'error: no C++ compiler (looked for $$CXX, g++, clang++), and the CPU kernels are' \
 	    'compiled on first use. On Debian and Ubuntu: apt-get install g++' >&2; exit 1; }
-	@echo '== packages (3.5 GB on disk)'
+	@echo '== packages (4 GB on disk)'
 	@$(PIP) install -c constraints.txt -e '.[cpu,bench,dev]' \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') || \
 	  { echo "error: installation failed. If pip found no torch==2.13.0+cpu, pass PyTorch's CPU" \
@@ -91,7 +97,7 @@ demo: setup ## one prompt, with and without compression
 	@$(WITH_MODEL) $(BIN)/python -m kvcompress_serving.demo $(ARGS)
 
 test: setup ## all tests but the slow ones
-	@$(WITH_MODEL) $(BIN)/python -m pytest $(ARGS)
+	@$(WITH_MODEL) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-slow: setup ## the slow tests alone
 	@$(WITH_MODEL) $(BIN)/python -m pytest -m slow $(ARGS)
@@ -106,9 +112,13 @@ bench-op: $(INSTALLED) ## time of the attention kernel; writes build/bench/op.js
 	@mkdir -p build/bench
 	@$(BIN)/python -m kvcompress_serving.bench_op --out build/bench/op.json $(ARGS)
 
-bench-server: setup ## throughput and latency of a server; writes build/bench/server.json
+bench-server: setup ## latency and requests at once of all methods beside stock vLLM, in build/bench
 	@mkdir -p build/bench
-	@$(WITH_MODEL) $(BIN)/python -m kvcompress_serving.bench_server --out build/bench/server.json $(ARGS)
+	@for mode in latency memory; do \
+	  $(WITH_MODEL) $(BIN)/vllm-kvcompress bench $$mode $(addprefix --row ,$(BENCH_ROWS)) \
+	    --prompt-tokens 6000 --output-tokens 128 --concurrency 8 --rounds 1 \
+	    --expect-compression required --out build/bench --logs build/bench/logs $(ARGS) || exit; \
+	done
 
 bench-gpu: ## numerics and times of the Triton kernels; needs a GPU, torch and triton, nothing else
 	@tests/gpu/run.sh $(ARGS)

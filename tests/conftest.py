@@ -15,6 +15,17 @@ from vllm_kvcompress.models import DEFAULT_MODEL, default_cache
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # tests run in several processes at once: each keeps to one core of its own, engines and servers
+    # included, which vLLM would otherwise all bind to the first
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[int(worker.removeprefix("gw")) % len(cores)]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # vLLM forbids setting the number of threads once an engine has run in a process, so the tests
     # with engines in this process come last

@@ -25,13 +25,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvcompress_serving import SAMPLE_TEXT
-from kvcompress_serving.server import (
-    Server,
-    ServerError,
-    cpu_environment,
-    serve,
-    terminate_as_interrupt,
-)
+from kvcompress_serving.processes import terminate_as_interrupt
+from kvcompress_serving.server import Server, ServerError, cpu_environment, serve
 
 _PREFIX = "vllm_kvcompress:"
 _QUESTION = (

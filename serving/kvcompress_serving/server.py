@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,8 +15,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-_PR_SET_PDEATHSIG = 1
-_TERM_SECONDS = 20
+from kvcompress_serving import processes
 
 
 class ServerError(RuntimeError):
@@ -78,11 +75,6 @@ def cpu_environment(num_cores: int = 2) -> dict[str, str]:
     return environment
 
 
-def _die_with_parent() -> None:
-    """Runs in the child: a tool that is killed outright must not leave its server behind."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 @contextlib.contextmanager
 def serve(
     model: Path | str,
@@ -112,86 +104,23 @@ def serve(
     )
     log.parent.mkdir(parents=True, exist_ok=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PATH": path, **(environment or {})},
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+    process = processes.start(command, log, {**os.environ, "PATH": path, **(environment or {})})
     try:
         server = Server(f"http://127.0.0.1:{port}", "model", log, process.pid)
         _wait(server, process, time.monotonic() + timeout)
         yield server
     finally:
-        _stop(process)
+        processes.stop(process)
 
 
 def _wait(server: Server, process: subprocess.Popen, deadline: float) -> None:
     while True:
         if process.poll() is not None:
-            raise ServerError(f"vllm serve ended with {process.returncode}\n{_tail(server.log)}")
+            log = processes.tail(server.log)
+            raise ServerError(f"vllm serve ended with {process.returncode}\n{log}")
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
         if time.monotonic() > deadline:
-            raise ServerError(f"vllm serve was not ready in time\n{_tail(server.log)}")
+            raise ServerError(f"vllm serve was not ready in time\n{processes.tail(server.log)}")
         time.sleep(0.5)
-
-
-def _tail(log: Path, num_lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
-
-
-def _stop(process: subprocess.Popen) -> None:
-    """End the server and all that it started (one process group)."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_TERM_SECONDS)
-    deadline = time.monotonic() + _TERM_SECONDS
-    while _group_alive(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def descendants(pid: int) -> set[int]:
-    """Process ids of all that a process has started, and what that has started."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-            parents[int(folder.name)] = int(fields[1])
-    family, grown = {pid}, True
-    while grown:
-        more = {child for child, parent in parents.items() if parent in family} - family
-        grown = bool(more)
-        family |= more
-    return family - {pid}
-
-
-def _group_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt, so that ``with serve(...)`` is left in both cases."""
-
-    def interrupt(_signum: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    earlier = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)

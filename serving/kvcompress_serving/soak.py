@@ -9,7 +9,6 @@ for again, alone, and has to be the same. Float32, since in lower precision the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import time
@@ -24,7 +23,8 @@ import typer
 from rich.console import Console
 
 from kvcompress_serving import SAMPLE_TEXT
-from kvcompress_serving.server import Server, descendants, serve, terminate_as_interrupt
+from kvcompress_serving.processes import resident_mib, terminate_as_interrupt
+from kvcompress_serving.server import Server, serve
 
 _PREFIX = "vllm_kvcompress:"
 _CONCURRENCY = 10
@@ -139,16 +139,6 @@ async def _load(
 
     await asyncio.gather(watch(), *(client_loop() for _ in range(_CONCURRENCY)))
     return done
-
-
-def resident_mib(pid: int) -> float:
-    """Memory that is the processes' own (resident less shared), of a process and its children."""
-    pages = 0
-    for member in {pid, *descendants(pid)}:
-        with contextlib.suppress(OSError):
-            _, resident, shared = (Path(f"/proc/{member}/statm").read_text().split())[:3]
-            pages += int(resident) - int(shared)
-    return pages * 4 / 1024
 
 
 def _wait_idle(server: Server) -> dict[str, float]:

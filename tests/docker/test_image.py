@@ -25,7 +25,7 @@ import time
 
 import pytest
 
-from kvcompress_serving import server as servers
+from kvcompress_serving import processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(5400)]
 
@@ -157,13 +157,13 @@ def offline(builder, container, config, compose, model_path, tmp_path_factory):
     try:
         deadline = time.monotonic() + 1500
         while not _healthy(builder, container, config, process):
-            assert process.poll() is None, servers._tail(log)
-            assert time.monotonic() < deadline, servers._tail(log)
+            assert process.poll() is None, processes.tail(log)
+            assert time.monotonic() < deadline, processes.tail(log)
             time.sleep(5)
-        family = servers.descendants(process.pid)
+        family = processes.descendants(process.pid)
         yield process
     finally:
-        servers._stop(process)
+        processes.stop(process)
         for pid in family:  # a runner of its own may have put them into another process group
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -205,7 +205,7 @@ def test_server_answers_compressed_without_a_network(offline, texts):
     request = {"model": "model", "prompt": texts[:5000], "max_tokens": 24, "temperature": 0}
     client = [sys.executable, "-c", _CLIENT]
     result = _inside_network(offline, client, input=json.dumps({**request, "ignore_eos": True}))
-    assert result.returncode == 0, result.stderr + servers._tail(offline.log)
+    assert result.returncode == 0, result.stderr + processes.tail(offline.log)
     outcome = json.loads(result.stdout)
     assert outcome["answer"]["usage"]["completion_tokens"] == 24
     samples = dict(

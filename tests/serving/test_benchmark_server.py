@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvcompress_serving.benchmark.cli import app
 from kvcompress_serving.benchmark.results import Run, summarize
-from kvcompress_serving.server import descendants
+from kvcompress_serving.processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -37,7 +38,8 @@ console = Console()
 def _ends() -> Iterator[None]:
     """What the user can mend as one line and status 2; an interrupt as status 130."""
     from kvcompress_serving.benchmark.load import LoadError
-    from kvcompress_serving.server import ServerError, terminate_as_interrupt
+    from kvcompress_serving.processes import terminate_as_interrupt
+    from kvcompress_serving.server import ServerError
 
     try:
         with terminate_as_interrupt():
@@ -203,13 +205,21 @@ def _command(mode: Mode) -> Callable[..., None]:
             Path | None, typer.Option(help="Folder to keep the servers' output in.")
         ] = None,
         seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+        ray: Annotated[
+            str | None,
+            typer.Option(
+                help="Ray cluster over whose machines the rounds are spread, one at a time on "
+                "each: HOST:PORT, 'auto', 'local'."
+            ),
+        ] = None,
     ) -> None:
         with _ends():
-            from kvcompress_serving.benchmark import expectations, plan, provenance, rows
+            from kvcompress_serving.benchmark import expectations, over_ray, plan, provenance, rows
             from kvcompress_serving.benchmark import plots as plotting
             from kvcompress_serving.benchmark import prompts as prompting
             from kvcompress_serving.benchmark.results import Run
             from kvcompress_serving.benchmark.runner import Runner, num_steps
+            from vllm_kvcompress import cluster
 
             if expect_compression not in list(expectations.Expected):
                 raise ValueError(
@@ -237,22 +247,32 @@ def _command(mode: Mode) -> Callable[..., None]:
             source = prompting.read(prompts)
             more = _server_flags(server_flags)
             started = os.getloadavg()[0]
-            total = num_steps(sessions, compared, rounds)
-            with _progress(total) as step:
-                runner = Runner(
-                    *(model, compared, sessions, source),
-                    rounds=rounds,
-                    seed=seed,
-                    flags=more,
-                    cores=cores,
-                    logs=logs,
-                    offline=mode is Mode.OFFLINE,
-                    on_step=step,
-                )
-                measured = runner.run()
+            make = functools.partial(
+                Runner,
+                model,
+                compared,
+                sessions,
+                source,
+                rounds=rounds,
+                seed=seed,
+                flags=more,
+                cores=cores,
+                logs=logs,
+                offline=mode is Mode.OFFLINE,
+            )
+            machines: list[str] = []
+            if ray is None:
+                with _progress(num_steps(sessions, compared, rounds)) as step:
+                    runner = make(on_step=step)
+                    measured, dropped = runner.run(), runner.dropped
+            else:
+                with cluster.connected(ray), _progress(rounds) as step:
+                    measured, dropped, machines = over_ray.run(make, rounds, step)
             origin = provenance.collect(model, seed, _flags(context))
             origin["load_average"] = [round(started, 1), round(os.getloadavg()[0], 1)]
-            origin["prompts"] = {"source": source.name, "too_long_and_left_out": runner.dropped}
+            origin["prompts"] = {"source": source.name, "too_long_and_left_out": dropped}
+            if machines:
+                origin["machines"] = machines
             by_name = {item.name: item for item in compared}
             problems = expectations.check(expected, by_name, measured)
             described = {name: item.described() for name, item in by_name.items()}

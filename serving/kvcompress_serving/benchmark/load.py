@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcompress_serving import server as servers
+from kvcompress_serving import processes
 from kvcompress_serving.benchmark.plan import Load
 from kvcompress_serving.server import Server
 
@@ -37,25 +36,15 @@ def run_tool(
     Raises:
         LoadError: it failed.
     """
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=dict(environment),
-            start_new_session=True,
-            preexec_fn=servers._die_with_parent,
-        )
+    process = processes.start(command, log, environment)
     try:
         on_start(process.pid)
         code = process.wait()
     finally:
         if process.poll() is None:
-            servers._stop(process)
+            processes.stop(process)
     if code != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise LoadError(f"{' '.join(command[:3])} ended with {code}\n{tail}")
+        raise LoadError(f"{' '.join(command[:3])} ended with {code}\n{processes.tail(log)}")
 
 
 def bench_serve(

@@ -12,8 +12,8 @@ import httpx
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvcompress_serving.processes import resident_mib
 from kvcompress_serving.server import Server
-from kvcompress_serving.soak import resident_mib
 
 PREFIX = "vllm_kvcompress:"
 GAUGES = {

@@ -17,11 +17,11 @@ _COLUMNS = {
     ),
     Mode.LATENCY: (
         *("ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms", "itl_ms", "output_tokens_per_s"),
-        *("cache_mib", "compressed", "kept_percent", "compress_ms", "compress_percent"),
+        *("cache_mib", "blocks", "compressed", "kept_percent", "compress_ms", "compress_percent"),
     ),
     Mode.MEMORY: (
         *("pool_tokens", "peak_running", "mean_running", "preemptions", "cache_full_mib"),
-        *("cache_mib", "compressed", "kept_percent", "seconds", "resident_mib"),
+        *("cache_mib", "blocks", "compressed", "kept_percent", "seconds", "resident_mib"),
     ),
     Mode.ABLATION: (
         *("compressed", "kept_percent", "cache_mib", "output_tokens_per_s", "ttft_ms", "tpot_ms"),
@@ -126,6 +126,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "model": (items.get("model") or {}).get("name"),
         "commit": items.get("commit"),
         "machine": ", ".join(f"{k} {v}" for k, v in (items.get("machine") or {}).items()),
+        "machine of each round": items.get("machines"),
         "load average of the machine, start and end": items.get("load_average"),
         "versions": ", ".join(f"{k} {v}" for k, v in (items.get("versions") or {}).items()),
         "prompts": json.dumps(items.get("prompts")),

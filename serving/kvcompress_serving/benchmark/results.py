@@ -51,6 +51,7 @@ METRICS = {
     "pool_tokens": Metric("pool, tokens", 0, 0),
     "cache_full_mib": Metric("cache/request at first, MiB", 0),
     "cache_mib": Metric("cache/request, MiB", -1),
+    "blocks": Metric("blocks/request", 0),
     "compressed": Metric("compressed", 0, 0),
     "kept_percent": Metric("entries kept, %", 0),
     "compress_ms": Metric("compress step, ms", 0),
@@ -142,8 +143,9 @@ def from_serve(
     # per compression; after a preemption a request may be compressed again
     freed = observed.grown(f"{PREFIX}blocks_freed_total") / compressed if compressed else 0.0
     share = min(compressed / body["completed"], 1.0)
+    values["blocks"] = blocks - freed * share
     values["cache_full_mib"] = blocks * block_mib
-    values["cache_mib"] = (blocks - freed * share) * block_mib
+    values["cache_mib"] = values["blocks"] * block_mib
     return _with_compression(values, observed)
 
 

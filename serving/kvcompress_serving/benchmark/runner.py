@@ -115,14 +115,25 @@ class Runner:
             ServerError: a server did not start.
             LoadError: a load generator failed.
         """
+        return [m for number in range(self._rounds) for m in self.run_round(number)]
+
+    def run_round(self, number: int) -> list[Measurement]:
+        """Measure everything once.
+
+        Args:
+            number: of the round, from 0; rows go the other way round in every second one, so that
+                a machine that slows down favours no row.
+
+        Raises:
+            ServerError: a server did not start.
+            LoadError: a load generator failed.
+        """
         measured: list[Measurement] = []
-        for number in range(self._rounds):
-            for session, (warm_up, prompts) in zip(self._sessions, self._prompts, strict=True):
-                # the other way round each time, so that a machine that slows down favours no row
-                for row in self._rows if number % 2 == 0 else reversed(self._rows):
-                    with tempfile.TemporaryDirectory(prefix="vllm-kvcompress-bench-") as name:
-                        run = self._run_offline if self._offline else self._run_server
-                        measured += run(number, session, row, warm_up, prompts, Path(name))
+        for session, (warm_up, prompts) in zip(self._sessions, self._prompts, strict=True):
+            for row in self._rows if number % 2 == 0 else reversed(self._rows):
+                with tempfile.TemporaryDirectory(prefix="vllm-kvcompress-bench-") as name:
+                    run = self._run_offline if self._offline else self._run_server
+                    measured += run(number, session, row, warm_up, prompts, Path(name))
         return measured
 
     def _log(self, row: Row, number: int, session: Session, folder: Path) -> Path:
