@@ -1,7 +1,7 @@
 """`flow_merge` in float32, by blocks of dropped tokens: memory is linear in the prompt.
 
-Its time is that of the products of keys, which torch hands to BLAS, and of finding the highest in
-each row; see the measurement in ``docs/metasoft.md``.
+Its time is that of the products of keys, which torch hands to BLAS, of finding the highest in each
+row, and of the passes over memory between them.
 """
 
 from __future__ import annotations
