@@ -159,6 +159,13 @@ def metasoft(
     kind: Annotated[
         list[str] | None, typer.Option(help="static, dynamic; several times for both.")
     ] = None,
+    default: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind that is served unless asked otherwise; that with the higher hit rate on "
+            "held-out prompts when not given."
+        ),
+    ] = None,
     num_tokens: Annotated[int, typer.Option("--k", help="Soft tokens.")] = 32,
     rows: Annotated[int, typer.Option(help="Rows of the library of dynamic tokens.")] = 512,
     selection_width: Annotated[int, typer.Option(help="Width in which rows are chosen.")] = 32,
@@ -234,6 +241,7 @@ def metasoft(
         window=window,
         dtype=dtype,
         store=store,
+        default=cast(Any, default),
     )
     console = Console()
     try:

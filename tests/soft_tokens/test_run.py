@@ -84,6 +84,7 @@ def test_stored_and_fresh_samples_are_the_same(frozen, tmp_path, source):
         ({"lengths": Lengths(shortest=100)}, "lengths from 100"),
         ({"responses": Responses(source="mine")}, "responses = 'mine'"),
         ({"dtype": "int8"}, "dtype = 'int8'"),
+        ({"kinds": ("static",), "default": "dynamic"}, "default = 'dynamic': expected one of sta"),
     ],
 )
 def test_wrong_settings_are_named(change, match):
@@ -118,9 +119,13 @@ def test_the_command(tiny_model, tmp_path):
     assert "| untrained | 0 |" in (tmp_path / "report.md").read_text()
     tokens = load_soft_tokens(str(tiny_model()), str(tmp_path), "dynamic")
     assert tokens.num_tokens == 4
-    again = CliRunner().invoke(app, [*command, "--resume"])
+    best = load_soft_tokens(str(tiny_model()), str(tmp_path), None).kind
+    assert best == max(history, key=lambda kind: history[kind]["epochs"][-1]["hit_rate"])
+    (other,) = {"static", "dynamic"} - {best}
+    again = CliRunner().invoke(app, [*command, "--resume", "--default", other])
     assert again.exit_code == 0, again.output
     assert json.loads((tmp_path / "history.json").read_text()) == history
+    assert load_soft_tokens(str(tiny_model()), str(tmp_path), None).kind == other
 
 
 def test_the_command_refuses(tiny_model, tmp_path):

@@ -210,15 +210,15 @@ def _write(
     sources: Sequence[Source],
     plots: bool,
 ) -> None:
-    """The artifact, whose default is the kind with the best hit rate on validation, its report,
-    and the losses."""
+    """The artifact, its report, and the losses."""
     best = max(found, key=lambda kind: histories[kind].epochs[-1]["hit_rate"])
     record = {
         "training": settings.record(),
         "hit_rate": {kind: histories[kind].epochs[-1]["hit_rate"] for kind in found},
         "texts": [source.record() for source in sources],
     }
-    artifact = save_soft_tokens(out / ARTIFACT_FILE, identity, found, best, record)
+    default = settings.default or best
+    artifact = save_soft_tokens(out / ARTIFACT_FILE, identity, found, default, record)
     text = json.dumps({kind: asdict(history) for kind, history in histories.items()})
     (out / HISTORY_FILE).write_text(text, encoding="utf-8")
     report.write(out, artifact, histories, plots=plots)
