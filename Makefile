@@ -97,7 +97,7 @@ demo: setup ## one prompt, with and without compression
 	@$(WITH_MODEL) $(BIN)/python -m kvcompress_serving.demo $(ARGS)
 
 test: setup ## all tests but the slow ones
-	@$(WITH_MODEL) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	@$(WITH_MODEL) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: setup ## the slow tests alone
 	@$(WITH_MODEL) $(BIN)/python -m pytest -m slow $(ARGS)

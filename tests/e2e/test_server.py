@@ -268,6 +268,7 @@ def test_a_wrong_flag_stops_the_start(model_path, tmp_path, flags, word):
     assert word in str(error.value)
 
 
+@pytest.mark.slow
 def test_verify_command(model_path):
     done = subprocess.run(
         [sys.executable, "-m", "vllm_kvcompress", "verify", "--model", str(model_path), "--json"],

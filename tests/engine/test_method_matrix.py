@@ -129,8 +129,8 @@ def test_blocks_that_held_codes_are_fit_for_raw_tokens(make_engine, model_path, 
 @pytest.mark.parametrize(
     "method",
     [
-        # `test_metasoft` has shorter ones on the tiny model
-        pytest.param(m, marks=pytest.mark.slow) if "+" in m or m == "metasoft" else m
+        # one on the real model each time, all of them with the slow tests
+        m if m == "selkv" else pytest.param(m, marks=pytest.mark.slow)
         for m in METHODS
     ],
 )
@@ -155,7 +155,11 @@ def test_neither_chunks_nor_prefix_hits_change_what_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("settings", "dtype"), [(EASY, "bfloat16"), (HARD, "float16")], ids=["easy", "hard"]
+    ("settings", "dtype"),
+    [
+        pytest.param(EASY, "bfloat16", id="easy", marks=pytest.mark.slow),
+        pytest.param(HARD, "float16", id="hard"),
+    ],
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_every_residue_in_half_precision(

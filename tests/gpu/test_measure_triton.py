@@ -26,6 +26,7 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_checks_then_measures_under_the_interpreter() -> None:
     result = run("--tiny", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr

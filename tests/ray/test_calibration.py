@@ -25,6 +25,7 @@ CHUNKS = [Chunk("text", list(range(start, start + 96))) for start in range(100, 
 
 
 # one CPU for each worker, as for this process: float32 sums hang on the number of threads
+@pytest.mark.slow
 def test_statistics_are_the_same(
     cluster: None,
     one_thread: None,
@@ -61,6 +62,7 @@ def test_statistics_are_the_same(
     assert torch.equal(again[0].key_moment, shared[0].key_moment)
 
 
+@pytest.mark.slow
 def test_all_workers_fit_the_machines(cluster: None) -> None:
     assert clusters.num_machines() == 1
     assert [clusters.share_of_cpus(count) for count in (1, 2, 4, 8)] == [2, 1, 0.5, 0.25]

@@ -65,6 +65,7 @@ class Runner:
         return [Measurement("stock", "g", "l", 1.0, number, {"tpot_ms": 10.0 + number})]
 
 
+@pytest.mark.slow
 def test_rounds_come_back_in_order(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import cloudpickle
 

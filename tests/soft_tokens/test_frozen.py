@@ -99,6 +99,7 @@ def test_gradients_reach_the_soft_tokens_alone(network, frozen, text):
     torch.testing.assert_close(slope.float(), (soft.grad * direction).sum(), rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_real_model(model_path):
     network = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     frozen = FrozenModel(network)

@@ -98,6 +98,7 @@ def test_tables():
     assert "| 50% [50%, 50%] |" in static
 
 
+@pytest.mark.slow
 def test_the_command(tiny_model, tmp_path):
     tokens = make_soft_tokens(tiny_model(), tmp_path / "tokens")
     command = ["--model", str(tiny_model()), "--artifact", str(tokens), "--out", str(tmp_path)]

@@ -41,7 +41,7 @@ def make_trainer(kind, frozen, make_samples, settings=SETTINGS, checkpoint=None)
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+@pytest.mark.parametrize("loss", ["cross_entropy", pytest.param("mse", marks=pytest.mark.slow)])
 def test_it_learns(frozen, make_samples, kind, loss):
     settings = Optimization(
         epochs=12, selector_epochs=2, batch_size=5, learning_rate=0.1, loss=loss
@@ -148,6 +148,7 @@ def _train(rank, config, weights, collected, address, results):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_good_as_one(network, frozen, make_samples, tmp_path):
     collected = make_samples(10, 1), make_samples(3, 2)
     with mp.Manager() as manager:
