@@ -132,6 +132,7 @@ def wait_for(condition, seconds: float = 30.0):
     return found
 
 
+@pytest.mark.slow
 def test_requests_reach_all_replicas_unchanged(url: str) -> None:
     wait_for(lambda: len(pids(url)) == 2)
     answers = [httpx.get(f"{url}/v1/models?a=1&b=%20", timeout=30).json() for _ in range(30)]
@@ -144,6 +145,7 @@ def test_requests_reach_all_replicas_unchanged(url: str) -> None:
     assert httpx.get(f"{url}/health", timeout=30).status_code == 200
 
 
+@pytest.mark.slow
 def test_answers_are_streamed(url: str) -> None:
     received = []
     body = {"stream": True, "pieces": 4}
@@ -157,6 +159,7 @@ def test_answers_are_streamed(url: str) -> None:
     assert all(here < received[-1][1] for here, _ in received[:2])
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_closed_ends_at_the_server(url: str) -> None:
     def closed() -> float:
         text = httpx.get(f"{url}/metrics", timeout=30).text
@@ -174,6 +177,7 @@ def test_a_connection_that_is_closed_ends_at_the_server(url: str) -> None:
     wait_for(lambda: closed() == before + 1)
 
 
+@pytest.mark.slow
 def test_a_replica_whose_server_dies_is_replaced_while_others_answer(url: str) -> None:
     before = wait_for(lambda: len(pids(url)) == 2 and pids(url))
     name, pid = next(iter(before.items()))
