@@ -9,10 +9,9 @@ from kvcompress_serving.soak import run
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "method", ["semanticache", pytest.param("relocate", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", ["semanticache", "relocate"])
 def test_soak(model_path, tmp_path, method):
     report = run(model_path, method, seconds=30, seed=7, most=15, log=tmp_path / "log")
     assert report.problems == []

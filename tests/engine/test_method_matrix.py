@@ -129,8 +129,7 @@ def test_blocks_that_held_codes_are_fit_for_raw_tokens(make_engine, model_path, 
 @pytest.mark.parametrize(
     "method",
     [
-        # one on the real model each time, all of them with the slow tests
-        m if m == "selkv" else pytest.param(m, marks=pytest.mark.slow)
+        pytest.param(m, marks=pytest.mark.slow)  # on the real model
         for m in METHODS
     ],
 )
