@@ -229,6 +229,40 @@ def load_artifact(path: Path, kind: str, version: int) -> Artifact:
     )
 
 
+def find_artifact(
+    model: str, named: str | None, shipped: Path, file_name: str, kind: str, version: int, what: str
+) -> tuple[Path, Artifact]:
+    """The artifact of a model that is served, and its file.
+
+    Args:
+        model: folder, or name of a model in the Hugging Face cache.
+        named: file, or folder with it; None for the one that is shipped for the model.
+        shipped: folder with a folder for each model that an artifact is shipped for.
+        file_name: of artifacts in folders.
+        kind: see `Artifact`.
+        version: see `Artifact`.
+        what: is missing where none is shipped, with its verb.
+
+    Raises:
+        ValueError: all reasons why there is none to be used.
+    """
+    identity = identify(model_folder(model))
+    if named is None:
+        for file in sorted(shipped.glob(f"*/{file_name}")):
+            found = load_artifact(file, kind, version)
+            if found.model == identity:
+                return file, found
+        raise ValueError(f"no {what} shipped for the model '{model}'")
+    path = Path(named).expanduser()
+    file = path / file_name if path.is_dir() else path
+    found = load_artifact(file, kind, version)
+    if differences := found.model.differences(identity):
+        raise ValueError(
+            f"{file} was made from another model than '{model}': {'; '.join(differences)}"
+        )
+    return file, found
+
+
 def tensor_problems(
     tensors: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:

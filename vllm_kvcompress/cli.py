@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -21,6 +22,25 @@ app = typer.Typer(
     add_completion=False,
     help="KV-cache compression for vLLM: check this machine, verify the engine, list the methods.",
 )
+
+
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text files or folders, as PATH or PATH=SHARE, like what is served; a mix of "
+        "prose, code and languages when not given."
+    ),
+]
+
+
+@contextmanager
+def _user_errors(console: Console) -> Iterator[None]:
+    """Say a ValueError in one line and exit with status 1."""
+    try:
+        yield
+    except ValueError as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -79,13 +99,7 @@ def verify(
 def calibrate(
     model: Annotated[str, typer.Option(help="Model folder, or a name in the Hugging Face cache.")],
     out: Annotated[Path, typer.Option(help="Folder for the artifact, its report and statistics.")],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text files or folders, as PATH or PATH=SHARE, like what is served; a mix of "
-            "prose, code and languages when not given."
-        ),
-    ] = None,
+    data: Data = None,
     bits: Annotated[float, typer.Option(help="Mean bits of a number that it is made for.")] = 2.5,
     preset: Annotated[
         str, typer.Option(help="best; or paper, the published recipe, to be evaluated only.")
@@ -123,7 +137,7 @@ def calibrate(
         num_tokens=tokens,
     )
     console = Console()
-    try:
+    with _user_errors(console):
         sources = read_sources(data) if data else default_sources()
         with cluster.connected(ray) if ray else nullcontext():
             workers = (ray_workers or cluster.num_machines()) if ray else 0
@@ -133,9 +147,6 @@ def calibrate(
                 plots=plots,
                 ray_workers=workers,
             )
-    except ValueError as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(1) from None
     console.print(f"artifact: {file}; report: {out / 'report.md'}", markup=False)
 
 
@@ -149,13 +160,7 @@ def metasoft(
     out: Annotated[
         Path, typer.Option(help="Folder for the artifact, its report, samples and checkpoints.")
     ],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text files or folders, as PATH or PATH=SHARE, like what is served; a mix of "
-            "prose, code and languages when not given."
-        ),
-    ] = None,
+    data: Data = None,
     kind: Annotated[
         list[str] | None, typer.Option(help="static, dynamic; several times for both.")
     ] = None,
@@ -244,7 +249,7 @@ def metasoft(
         default=cast(Any, default),
     )
     console = Console()
-    try:
+    with _user_errors(console):
         sources = read_sources(data) if data else default_sources()
         file = train(
             model,
@@ -256,9 +261,6 @@ def metasoft(
             resume=resume,
             plots=plots,
         )
-    except ValueError as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(1) from None
     console.print(f"artifact: {file}; report: {out / 'report.md'}", markup=False)
 
 

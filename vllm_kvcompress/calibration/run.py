@@ -16,6 +16,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -35,7 +36,7 @@ from vllm_kvcompress.calibration.codec import (
 )
 from vllm_kvcompress.calibration.rope import Rotation
 from vllm_kvcompress.calibration.statistics import CacheShape, Statistics, offsets
-from vllm_kvcompress.calibration.texts import Chunk, Source, cut
+from vllm_kvcompress.calibration.texts import Chunk, Source, cut, encoder
 
 STATISTICS_FILE = "statistics.safetensors"
 _LONGEST = 8192
@@ -158,13 +159,11 @@ def calibrate(
     shape = cache_shape(network.config)
     if problems := settings.problems(shape.num_kv_heads):
         raise ValueError("cannot calibrate: " + "; ".join(problems))
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
     chunks = cut(
-        sources, encode, settings.num_tokens // settings.chunk_tokens, settings.chunk_tokens
+        sources,
+        encoder(AutoTokenizer.from_pretrained(folder)),
+        settings.num_tokens // settings.chunk_tokens,
+        settings.chunk_tokens,
     )
     out.mkdir(parents=True, exist_ok=True)
     with _progress(console) as progress:
@@ -325,14 +324,16 @@ def _record(settings: Settings, sources: Sequence[Source]) -> dict[str, Any]:
     }
 
 
-def _progress(console: Console | None) -> Any:
-    if console is None:
-        return nullcontext(None)
-    return Progress(
+def progress_columns() -> tuple[ProgressColumn, ...]:
+    """Columns of a bar whose steps take seconds."""
+    return (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=console,
     )
+
+
+def _progress(console: Console | None) -> Any:
+    return nullcontext(None) if console is None else Progress(*progress_columns(), console=console)

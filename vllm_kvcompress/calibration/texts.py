@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _DATA = Path(__file__).parent / "data"
 _MODULES = ("functools", "datetime", "logging", "http.client", "dataclasses", "asyncio.base_events")
@@ -82,6 +83,15 @@ def read_sources(specs: Iterable[str]) -> list[Source]:
     if problems or not sources:
         raise ValueError(f"cannot read texts: {'; '.join(problems[:5]) or 'no file given'}")
     return sources
+
+
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Token ids of a text without special tokens, by a transformers tokenizer."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    return encode
 
 
 @dataclass(frozen=True)

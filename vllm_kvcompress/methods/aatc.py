@@ -14,7 +14,7 @@ from kvcompress_kernels.code_format import GroupCodec
 from kvcompress_kernels.code_rows import api as code_rows
 from kvcompress_kernels.code_rows import reference
 from kvcompress_kernels.formats import SlabGeometry
-from vllm_kvcompress.artifacts import Artifact, identify, load_artifact, model_folder
+from vllm_kvcompress.artifacts import Artifact, find_artifact, model_folder
 from vllm_kvcompress.calibration.codec import (
     ARTIFACT_FILE,
     ARTIFACT_KIND,
@@ -349,20 +349,15 @@ def _load(shape: ModelShape, artifact: str | None) -> tuple[Path, Calibration]:
     Raises:
         ValueError: all reasons why there is none to be used.
     """
-    identity = identify(model_folder(shape.model))
-    if artifact is None:
-        for file in sorted(SHIPPED.glob(f"*/{ARTIFACT_FILE}")):
-            found = load_artifact(file, ARTIFACT_KIND, ARTIFACT_VERSION)
-            if found.model == identity:
-                return file, _checked(found, shape)
-        raise ValueError(f"no artifact is shipped for the model '{shape.model}'")
-    path = Path(artifact).expanduser()
-    file = path / ARTIFACT_FILE if path.is_dir() else path
-    found = load_artifact(file, ARTIFACT_KIND, ARTIFACT_VERSION)
-    if differences := found.model.differences(identity):
-        raise ValueError(
-            f"{file} was made from another model than '{shape.model}': {'; '.join(differences)}"
-        )
+    file, found = find_artifact(
+        shape.model,
+        artifact,
+        SHIPPED,
+        ARTIFACT_FILE,
+        ARTIFACT_KIND,
+        ARTIFACT_VERSION,
+        "artifact is",
+    )
     try:
         return file, _checked(found, shape)
     except ValueError as error:

@@ -8,14 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvcompress.artifacts import (
-    Artifact,
-    ModelIdentity,
-    identify,
-    load_artifact,
-    model_folder,
-    tensor_problems,
-)
+from vllm_kvcompress.artifacts import Artifact, ModelIdentity, find_artifact, tensor_problems
 from vllm_kvcompress.soft_tokens.model import KINDS, DynamicTokens, Kind, SoftTokens, StaticTokens
 
 ARTIFACT_KIND = "metasoft"
@@ -135,7 +128,15 @@ def load_soft_tokens(model: str, artifact: str | None, probes: Kind | None) -> S
         ValueError: there are none for this model; the reason and the command that makes them.
     """
     try:
-        file, found = _load(model, artifact)
+        file, found = find_artifact(
+            model,
+            artifact,
+            SHIPPED,
+            ARTIFACT_FILE,
+            ARTIFACT_KIND,
+            ARTIFACT_VERSION,
+            "soft tokens are",
+        )
         kinds = read_soft_tokens(found)
         chosen: Kind = probes or found.settings["default"]
         if chosen not in kinds:
@@ -146,26 +147,3 @@ def load_soft_tokens(model: str, artifact: str | None, probes: Kind | None) -> S
             f"{error}; make soft tokens with: vllm-kvcompress train metasoft --model {model} "
             "--out FOLDER, and name FOLDER as 'soft_tokens' in the configuration"
         ) from error
-
-
-def _load(model: str, artifact: str | None) -> tuple[Path, Artifact]:
-    """The artifact that is named, or the shipped one for the model.
-
-    Raises:
-        ValueError: the reason why there is none to be used.
-    """
-    identity = identify(model_folder(model))
-    if artifact is None:
-        for file in sorted(SHIPPED.glob(f"*/{ARTIFACT_FILE}")):
-            found = load_artifact(file, ARTIFACT_KIND, ARTIFACT_VERSION)
-            if found.model == identity:
-                return file, found
-        raise ValueError(f"no soft tokens are shipped for the model '{model}'")
-    path = Path(artifact).expanduser()
-    file = path / ARTIFACT_FILE if path.is_dir() else path
-    found = load_artifact(file, ARTIFACT_KIND, ARTIFACT_VERSION)
-    if differences := found.model.differences(identity):
-        raise ValueError(
-            f"{file} was made from another model than '{model}': {'; '.join(differences)}"
-        )
-    return file, found

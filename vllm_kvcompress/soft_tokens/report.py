@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,6 @@ from vllm_kvcompress.soft_tokens.train import VALIDATION_KEEP, History
 
 REPORT_FILE = "report.md"
 PLOT_FILE = "losses.png"
-
-
-def require_plots() -> None:
-    """Check that plots can be drawn.
-
-    Raises:
-        ValueError: matplotlib is missing.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "the report's plot needs matplotlib; install it with: pip install "
-            "'vllm-kvcompress[calibration]', or leave it out with --no-plots"
-        )
 
 
 def write(

@@ -10,19 +10,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_kvcompress.artifacts import ModelIdentity, identify, model_folder
-from vllm_kvcompress.calibration.run import cache_shape
-from vllm_kvcompress.calibration.texts import Source
+from vllm_kvcompress.calibration.report import require_plots
+from vllm_kvcompress.calibration.run import cache_shape, progress_columns
+from vllm_kvcompress.calibration.texts import Source, encoder
 from vllm_kvcompress.soft_tokens import processes, report
 from vllm_kvcompress.soft_tokens.artifact import ARTIFACT_FILE, save_soft_tokens
 from vllm_kvcompress.soft_tokens.collect import FreshSamples, collect
@@ -79,7 +73,7 @@ def train(
     folder = model_folder(model)
     identity = identify(folder)
     if plots:
-        report.require_plots()
+        require_plots()
     with processes.started(device) as own_device:
         if problems := settings.problems(processes.count()):
             raise ValueError("cannot train: " + "; ".join(problems))
@@ -116,13 +110,9 @@ def _pieces(
     frozen: FrozenModel, tokenizer: Any, sources: Sequence[Source], settings: Settings
 ) -> list[Piece]:
     cache_shape(frozen.network.config)  # refuses models without full attention
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
     return make_pieces(
         sources,
-        encode,
+        encoder(tokenizer),
         settings.pieces,
         settings.lengths,
         settings.responses.source == "text",
@@ -230,14 +220,7 @@ class _Bars:
     def __init__(self, console: Console | None) -> None:
         self._bars: dict[str, Any] = {}
         self._console = console or Console(quiet=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-        )
+        self._progress = Progress(*progress_columns(), console=self._console)
 
     def __enter__(self) -> _Bars:
         self._progress.start()
