@@ -74,9 +74,19 @@ def flow_merge(
         raise ValueError(f"gamma: expected 0 to 1, got {gamma}")
     if impl not in ("torch", "reference"):
         raise ValueError(f"unknown impl {impl!r}; expected one of 'torch', 'reference'")
-    run = reference.flow_merge if impl == "reference" else blocked.flow_merge
-    return run(
-        kv_cache, bias, layer, source, slab, kept, mass, form, float(gamma), first_cell, num_cells
+    return reference.flow_merge(
+        kv_cache,
+        bias,
+        layer,
+        source,
+        slab,
+        kept,
+        mass,
+        form,
+        float(gamma),
+        first_cell,
+        num_cells,
+        reference.flow if impl == "reference" else blocked.flow,
     )
 
 

@@ -7,6 +7,7 @@ After the attention-flow aggregation of Meta-Soft (arXiv 2605.22337, Eqs. 7 to 1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from kvcompress_kernels.formats import SlabGeometry
 from kvcompress_kernels.select_merge.reference import MIN_MASS
 
 Form = Literal["mass", "convex", "printed"]
+Entries = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""For each KV head keys ``[m, D]``, values ``[m, D]`` and bias float32 ``[m]``."""
 
 NUM_TARGETS = 4
 """Kept tokens that the value of a dropped one flows to, at most."""
@@ -118,7 +121,10 @@ def flow(
     mass: torch.Tensor,
     form: Form,
     gamma: float,
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    *,
+    arrive: Callable[..., Inflow] = inflow,
+    dtype: torch.dtype = torch.float64,
+) -> Entries:
     """The entries of one layer, in token order.
 
     Args:
@@ -128,19 +134,18 @@ def flow(
         mass: float32 ``[H, G]``, attention that each token gets; raised to `MIN_MASS`.
         form: see `mix`.
         gamma: strength.
-
-    Returns:
-        for each KV head keys ``[m, D]``, values ``[m, D]`` and bias float32 ``[m]``.
+        arrive: computes what `inflow` computes.
+        dtype: in which all is computed.
     """
     entries = []
-    exact_mass = mass.double().clamp(min=MIN_MASS)
-    for k, v, chosen, a in zip(keys, values, kept, exact_mass, strict=True):
-        own, bias = v[chosen], torch.zeros(int(chosen.sum()), dtype=torch.float64)
+    mass = mass.to(dtype).clamp(min=MIN_MASS)
+    for k, v, chosen, a in zip(keys, values, kept, mass, strict=True):
+        own, bias = v[chosen], torch.zeros(int(chosen.sum()), dtype=dtype)
         if 0 < len(own) < len(v):
-            arriving = inflow(
-                k[~chosen].double(), v[~chosen].double(), a[~chosen], k[chosen].double(), form
+            arriving = arrive(
+                k[~chosen].to(dtype), v[~chosen].to(dtype), a[~chosen], k[chosen].to(dtype), form
             )
-            mixed, bias = mix(own.double(), a[chosen], arriving, form, gamma)
+            mixed, bias = mix(own.to(dtype), a[chosen], arriving, form, gamma)
             own = mixed.to(v.dtype)
         entries.append((k[chosen], own, bias.float()))
     return entries
@@ -158,8 +163,9 @@ def flow_merge(
     gamma: float,
     first_cell: int,
     num_cells: int,
+    compute: Callable[..., Entries] = flow,
 ) -> tuple[torch.Tensor, int]:
-    """See `api.flow_merge`."""
+    """See `api.flow_merge`; ``compute`` makes the entries as `flow` does."""
     num_layers, _, num_kv_heads, block_size, _ = kv_cache.shape
     geometry = SlabGeometry(num_layers, num_kv_heads, block_size)
     num_entries = kept.sum(1).int()
@@ -168,7 +174,7 @@ def flow_merge(
         return num_entries, next_cell
     keys, values = formats.gather_prompt(kv_cache, layer, source)
     cell = first_cell
-    for entry in flow(keys, values, kept, mass, form, gamma):
+    for entry in compute(keys, values, kept, mass, form, gamma):
         formats.write_segment(kv_cache, bias, slab, cell, *entry)
         cell += geometry.cells(entry[2].numel())
     return num_entries, next_cell
