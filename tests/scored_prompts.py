@@ -115,3 +115,11 @@ def make_case(
 def positions(entry_keys: torch.Tensor, keys: torch.Tensor) -> list[int]:
     """Tokens that some entries are; every key occurs once."""
     return [int((keys == key).all(-1).nonzero()) for key in entry_keys]
+
+
+def is_settled(method: Selecting, scores: torch.Tensor, keep: float) -> bool:
+    """Whether the choice stays the same for scores that are a little different."""
+    kept = method.choose(scores, keep)
+    generator = torch.Generator().manual_seed(0)
+    changes = 1 + 1e-5 * torch.randn(6, *scores.shape, generator=generator)
+    return all(torch.equal(method.choose(scores * change, keep), kept) for change in changes)

@@ -10,7 +10,7 @@ Shape letters: ``L`` layers, ``H`` KV heads, ``D`` head size, ``n`` prompt token
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -180,6 +180,11 @@ class Segment:
     values: list[torch.Tensor]
     bias: list[torch.Tensor]
     rows: list[CodedRows] = field(default_factory=list)
+
+    @staticmethod
+    def of(entries: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Segment:
+        """Of raw entries alone: keys, values and bias of each KV head."""
+        return Segment(*map(list, zip(*entries, strict=True)))
 
     @property
     def num_entries(self) -> list[int]:

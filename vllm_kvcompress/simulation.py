@@ -86,7 +86,7 @@ class Simulation:
             or config.hidden_size // config.num_attention_heads,
             dtype=cache_dtype or model.dtype,
             block_size=block_size,
-            logit_scale=_logit_scale(model),
+            logit_scale=logit_scale(model),
         )
         method.bind_model(self._shape)
         self._segments: list[Segment] | None = None
@@ -230,17 +230,13 @@ class Simulation:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Plain attention of queries that are the last of the keys' tokens, which are kept."""
+        """Causal attention of queries that are the last of the keys' tokens, which are kept."""
         self._queries.append(query[0].clone())
         num_queries, num_keys = query.shape[2], key.shape[2]
         visible = torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool()
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, visible, scale=scaling, enable_gqa=True
-        )
-        return output.transpose(1, 2).contiguous(), None
+        return sdpa_attention_forward(module, query, key, value, visible[None, None], **kwargs)
 
     def _attend(
         self,
@@ -273,7 +269,7 @@ class Simulation:
         return torch.stack(outputs, dim=1)[None], None
 
 
-def _logit_scale(model: Any) -> float | None:
+def logit_scale(model: Any) -> float | None:
     """Factor of the logits in the attention layers; None where they do not say."""
     scales = {module.scaling for module in model.modules() if hasattr(module, "scaling")}
     return scales.pop() if len(scales) == 1 else None

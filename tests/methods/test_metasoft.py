@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scored_prompts import Case, make_case, positions
+from scored_prompts import Case, is_settled, make_case, positions
 from tiny_soft_tokens import make_soft_tokens
 
 from kvcompress_kernels.formats import SlabGeometry
@@ -37,14 +37,6 @@ def scores_of(case: Case) -> torch.Tensor:
         for q, k in zip(queries, keys, strict=True)
     ]
     return torch.stack(mass)[..., : case.dense.layers[0].keys.shape[1]].float()
-
-
-def is_settled(method: MetaSoft, scores: torch.Tensor, keep: float) -> bool:
-    """Whether the choice stays the same for scores that are a little different."""
-    kept = method.choose(scores, keep)
-    generator = torch.Generator().manual_seed(0)
-    changes = 1 + 1e-5 * torch.randn(6, *scores.shape, generator=generator)
-    return all(torch.equal(method.choose(scores * change, keep), kept) for change in changes)
 
 
 @settings(max_examples=50, deadline=None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scored_prompts import Case, make_case, positions
+from scored_prompts import Case, is_settled, make_case, positions
 
 from kvcompress_kernels.formats import SlabGeometry, cell_keys, cell_values
 from kvcompress_kernels.window_scores import reference as scoring
@@ -41,14 +41,6 @@ def scores_of(case: Case) -> torch.Tensor:
         mass = scoring.attention_mass(view.queries, keys, first, keys.shape[2] ** -0.5)
         out.append(scoring.weigh(mass[:, : view.keys.shape[1]], view.values).float())
     return torch.stack(out)
-
-
-def is_settled(method: SelKV, scores: torch.Tensor, keep: float) -> bool:
-    """Whether the choice stays the same for scores that are a little different."""
-    kept = method.choose(scores, keep)
-    generator = torch.Generator().manual_seed(0)
-    changes = 1 + 1e-5 * torch.randn(6, *scores.shape, generator=generator)
-    return all(torch.equal(method.choose(scores * change, keep), kept) for change in changes)
 
 
 @settings(max_examples=60, deadline=None)

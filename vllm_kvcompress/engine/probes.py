@@ -109,8 +109,8 @@ class Prober:
 
     def _scratch(self, plan: Plan) -> list[int]:
         """Slab blocks that the pass writes to."""
-        block_size = self._state.geometry.block_size
-        needed = -(-(plan.num_tokens % block_size + self._probes.num_tokens) // block_size)
+        geometry = self._state.geometry
+        needed = geometry.cells(plan.num_tokens % geometry.block_size + self._probes.num_tokens)
         assert needed <= len(plan.slab), "the method's budget counts them in"
         return plan.slab[:needed]
 

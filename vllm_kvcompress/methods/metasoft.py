@@ -94,8 +94,7 @@ class MetaSoft(Selecting):
             entries = flowing.flow(
                 layer.keys, layer.values, kept, mass, self._flow, self.config.gamma
             )
-        keys_of, values_of, bias_of = map(list, zip(*entries, strict=True))
-        return Segment(keys_of, values_of, bias_of)
+        return Segment.of(entries)
 
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
         mass, _ = self._paged_attention(prompt)

@@ -84,8 +84,7 @@ class SelKV(Selecting):
         entries, _ = merging.select(
             layer.keys, layer.values, kept, mass.float(), self._bucket, self.config.alpha
         )
-        keys_of, values_of, bias_of = map(list, zip(*entries, strict=True))
-        return Segment(keys_of, values_of, bias_of)
+        return Segment.of(entries)
 
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
         mass, scores = self._paged_attention(prompt)

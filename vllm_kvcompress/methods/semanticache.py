@@ -194,11 +194,8 @@ class SemantiCache(Method):
         rung = settings.rung
         ids = torch.tensor(rung.chunk_ids(_required(prompt.layout)))
         seeds = reference.assign(layer.keys, ids, rung.threshold)
-        entries = [
-            reference.merge(*head) for head in zip(layer.keys, layer.values, seeds, strict=True)
-        ]
-        keys, values, bias = map(list, zip(*entries, strict=True))
-        return Segment(keys, values, bias)
+        heads = zip(layer.keys, layer.values, seeds, strict=True)
+        return Segment.of(reference.merge(*head) for head in heads)
 
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
         layout = _required(prompt.layout)

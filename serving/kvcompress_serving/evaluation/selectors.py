@@ -8,9 +8,8 @@ Shape letters: ``L`` layers, ``H`` KV heads, ``n`` tokens of a prompt, ``G`` of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.core import Budget, LayerView, PromptView, Segment, TokenLayout
 from vllm_kvcompress.methods import selection
 from vllm_kvcompress.methods.base import Method
+from vllm_kvcompress.simulation import logit_scale
 from vllm_kvcompress.soft_tokens.frozen import FrozenModel, PromptCache
 from vllm_kvcompress.soft_tokens.losses import hit_rate
 from vllm_kvcompress.soft_tokens.model import SoftTokens
@@ -140,14 +140,9 @@ def _last_attention(run: FullRun, cache: PromptCache) -> torch.Tensor:
     """Attention of the last queries of the prompt, ``[L, H, n]``."""
     queries = [layer[:, -NUM_QUERIES:] for layer in run.queries]
     first = cache.num_tokens - queries[0].shape[1]
-    scale = _scale(run.model, queries)
+    scale = logit_scale(run.model) or queries[0].shape[-1] ** -0.5
     masses = [
         scoring.attention_mass(own, keys, first, scale, torch.float32)
         for own, keys in zip(queries, cache.keys, strict=True)
     ]
     return torch.stack(masses)
-
-
-def _scale(model: Any, queries: Sequence[torch.Tensor]) -> float:
-    scales = {module.scaling for module in model.modules() if hasattr(module, "scaling")}
-    return scales.pop() if len(scales) == 1 else queries[0].shape[-1] ** -0.5
