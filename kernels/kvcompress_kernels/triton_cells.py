@@ -20,6 +20,15 @@ def is_interpreted(kernel: Any) -> bool:
     return not isinstance(kernel, triton.runtime.jit.JITFunction)
 
 
+def check_device(kv_cache: torch.Tensor) -> None:
+    """Raise ValueError if kernels cannot run where the cache is."""
+    if not (kv_cache.is_cuda or is_interpreted(load_rows)):
+        raise ValueError(
+            f"kv_cache: expected on a CUDA device with impl='triton', got it on {kv_cache.device}; "
+            "impl='cpu' computes there"
+        )
+
+
 def describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
 

@@ -7,7 +7,7 @@ slab: by Triton kernels, relocation by plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,11 +47,12 @@ class GpuSemantiCache(SemantiCache):
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
         # imported on demand: installations for the CPU have no Triton
         from kvcompress_kernels.cluster_merge import triton
+        from kvcompress_kernels.triton_cells import check_device
 
         layout = prompt.layout
         assert layout is not None, "the engine provides a layout to methods that need token ids"
         geometry, device = prompt.geometry, prompt.kv_cache.device
-        triton.check_device(prompt.kv_cache)
+        check_device(prompt.kv_cache)
         room = self._room(prompt.options, layout, geometry, prompt.num_cells)
 
         def sample(rung: Rung, stride: int) -> np.ndarray:
@@ -88,36 +89,29 @@ class GpuSemantiCache(SemantiCache):
 
 
 class _GpuSelecting(Selecting):
-    """Attention of the observed queries by the Triton kernel."""
+    """Attention of the observed queries and the choice's way into the slab by the Triton kernels;
+    all layers in one go."""
 
-    def _paged_attention(self, prompt: PagedPrompt) -> tuple[torch.Tensor, torch.Tensor]:
+    def _window_scores(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         # imported on demand: installations for the CPU have no Triton
+        from kvcompress_kernels.triton_cells import check_device
         from kvcompress_kernels.window_scores import triton
 
-        assert prompt.queries is not None, (
-            "the engine collects the queries of methods that need them"
-        )
-        num_queries, head_size = prompt.queries.shape[2:]
-        triton.check_device(prompt.kv_cache)
-        return triton.window_scores(
-            prompt.kv_cache,
-            prompt.source,
-            prompt.tail,
-            prompt.num_tokens,
-            prompt.queries,
-            prompt.num_tokens - (0 if self.queries_follow else num_queries),
-            self._scale or head_size**-0.5,
-        )
+        check_device(arguments[0])
+        # not by the public door, whose checks of numbers wait for the device
+        return triton.window_scores(*arguments)
 
-
-class GpuSelKV(_GpuSelecting, SelKV):
-    """SelKV by the Triton kernels: all layers in one go, the host waits twice."""
-
-    def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
+    def _merge(
+        self,
+        prompt: PagedPrompt,
+        kept: torch.Tensor,
+        mass: torch.Tensor,
+        bucket: int = 0,
+        alpha: float = 0.0,
+    ) -> tuple[SlabUsage, torch.Tensor]:
+        """Write what is kept, bool ``[L, H, G]``; and numbers of merged tokens, ``[L, H]``."""
         from kvcompress_kernels.select_merge import triton
 
-        mass, scores = self._paged_attention(prompt)
-        kept = self.choose(scores, prompt.options.keep)
         first_cell, num_entries, num_cells = self._place(kept, prompt)
         _, num_merged, _, _ = triton.select_merge_layers(
             prompt.kv_cache,
@@ -127,40 +121,34 @@ class GpuSelKV(_GpuSelecting, SelKV):
             prompt.slab,
             kept,
             mass,
-            self._bucket,
-            self.config.alpha,
+            bucket,
+            alpha,
             0,
             prompt.num_cells,
         )
-        merged, entries = torch.stack([num_merged.sum(), num_entries.sum()]).tolist()
-        share = merged / max(kept.numel() - entries, 1)
-        return SlabUsage(first_cell, num_entries, num_cells, {"merged": share})
+        return SlabUsage(first_cell, num_entries, num_cells), num_merged
+
+
+class GpuSelKV(_GpuSelecting, SelKV):
+    """SelKV by the Triton kernels; the host waits twice."""
+
+    def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
+        mass, scores = self._paged_attention(prompt)
+        kept = self.choose(scores, prompt.options.keep)
+        usage, num_merged = self._merge(prompt, kept, mass, self._bucket, self.config.alpha)
+        merged, entries = torch.stack([num_merged.sum(), usage.num_entries.sum()]).tolist()
+        usage.details["merged"] = merged / max(kept.numel() - entries, 1)
+        return usage
 
 
 class GpuMetaSoft(_GpuSelecting, MetaSoft):
     """Meta-Soft by the Triton kernels, without flow."""
 
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
-        from kvcompress_kernels.select_merge import triton
-
         assert self._flow is None, "create_gpu_method() refuses the flow"
         mass, _ = self._paged_attention(prompt)
-        kept = self.choose(mass, prompt.options.keep)
-        first_cell, num_entries, num_cells = self._place(kept, prompt)
-        triton.select_merge_layers(
-            prompt.kv_cache,
-            prompt.bias,
-            range(prompt.geometry.num_layers),
-            prompt.source,
-            prompt.slab,
-            kept,
-            mass,
-            0,
-            0.0,
-            0,
-            prompt.num_cells,
-        )
-        return SlabUsage(first_cell, num_entries, num_cells)
+        usage, _ = self._merge(prompt, self.choose(mass, prompt.options.keep), mass)
+        return usage
 
 
 class _Encoder:
@@ -201,9 +189,10 @@ class GpuAATC(AATC):
 
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
         from kvcompress_kernels.code_rows import triton
+        from kvcompress_kernels.triton_cells import check_device
 
         geometry, device = prompt.geometry, prompt.kv_cache.device
-        triton.check_device(prompt.kv_cache)
+        check_device(prompt.kv_cache)
         num_tokens = len(prompt.source) * geometry.block_size
         num_sinks = self._num_sinks(num_tokens)
         blocks = prompt.source[: geometry.cells(num_sinks)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -140,7 +140,7 @@ class Selecting(Method):
         assert prompt.queries is not None, (
             "the engine collects the queries of methods that need them"
         )
-        return window_scores.window_scores(
+        return self._window_scores(
             prompt.kv_cache,
             prompt.source,
             prompt.tail,
@@ -149,6 +149,10 @@ class Selecting(Method):
             prompt.num_tokens - (0 if self.queries_follow else prompt.queries.shape[2]),
             self._scale or prompt.queries.shape[3] ** -0.5,
         )
+
+    def _window_scores(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`window_scores.window_scores`, for the pool that the method works on."""
+        return window_scores.window_scores(*arguments)
 
     def _place(
         self, kept: torch.Tensor, prompt: PagedPrompt

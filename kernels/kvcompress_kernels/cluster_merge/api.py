@@ -91,8 +91,9 @@ def cluster_merge(
     if impl == "triton":
         # imported on demand: installations for the CPU have no Triton
         from kvcompress_kernels.cluster_merge import triton
+        from kvcompress_kernels.triton_cells import check_device
 
-        triton.check_device(kv_cache)
+        check_device(kv_cache)
         return triton.cluster_merge(*args)
     if _use_kernel(impl):
         return torch.ops.kvcompress.cluster_merge(*args)
@@ -132,8 +133,9 @@ def cluster_count(
     args = (kv_cache, source, chunk_ids, float(threshold), stride)
     if impl == "triton":
         from kvcompress_kernels.cluster_merge import triton
+        from kvcompress_kernels.triton_cells import check_device
 
-        triton.check_device(kv_cache)
+        check_device(kv_cache)
         return triton.cluster_count(*args)
     if _use_kernel(impl):
         return torch.ops.kvcompress.cluster_count(*args)

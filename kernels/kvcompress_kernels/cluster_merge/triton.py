@@ -24,7 +24,6 @@ import triton.language as tl
 
 from kvcompress_kernels.cluster_merge.reference import MERGE_ALL
 from kvcompress_kernels.triton_cells import (
-    is_interpreted,
     load_rows,
     slots_of_blocks,
     slots_of_cells,
@@ -301,15 +300,6 @@ def _logarithms(device: torch.device) -> torch.Tensor:
     """float32 ``[MAX_CHUNK + 1]``: ``log s`` by cluster size, rounded once from float64."""
     logs = [0.0, *(math.log(size) for size in range(1, MAX_CHUNK + 1))]
     return torch.tensor(logs, dtype=torch.float32, device=device)
-
-
-def check_device(kv_cache: torch.Tensor) -> None:
-    """Raise ValueError if the kernels cannot run where the cache is."""
-    if not (kv_cache.is_cuda or is_interpreted(assign_kernel)):
-        raise ValueError(
-            f"kv_cache: expected on a CUDA device with impl='triton', got it on {kv_cache.device}; "
-            "impl='cpu' computes there"
-        )
 
 
 def _assign(

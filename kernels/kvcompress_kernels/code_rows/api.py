@@ -57,9 +57,10 @@ def code_rows(
     if impl == "triton":
         # imported on demand: installations for the CPU have no Triton
         from kvcompress_kernels.code_rows import triton
+        from kvcompress_kernels.triton_cells import check_device
 
         _check_gpu(z_keys, z_values, bias, layout, kv_cache, slab, first_cell)
-        triton.check_device(kv_cache)
+        check_device(kv_cache)
         return triton.code_rows(z_keys, z_values, bias, layout, kv_cache, slab, first_cell)
     if _use_kernel(impl):
         numbers = [*layout.key_counts, *layout.value_counts, int(layout.has_bias)]
@@ -166,9 +167,10 @@ def encode_prompt(
     """
     if impl == "triton":
         from kvcompress_kernels.code_rows import triton
+        from kvcompress_kernels.triton_cells import check_device
 
         check_gpu_pool(kv_cache)
-        triton.check_device(kv_cache)
+        check_device(kv_cache)
         return triton.encode_prompt(
             *(kv_cache, layer, source, first_head, codec, slab, first_cell),
             start=start,

@@ -22,7 +22,7 @@ import triton.language as tl
 from kvcompress_kernels import code_format
 from kvcompress_kernels.code_format import WIDTHS, Counts, GroupCodec, RowLayout, run_bytes
 from kvcompress_kernels.formats import gpu_gather_prompt
-from kvcompress_kernels.triton_cells import base_of_cell, bytes_of_cell, is_interpreted
+from kvcompress_kernels.triton_cells import base_of_cell, bytes_of_cell
 
 ROWS = 16
 """Rows of one program."""
@@ -333,15 +333,6 @@ def byte_strides(kv_cache: torch.Tensor) -> tuple[int, ...]:
 def cell_bytes_of(kv_cache: torch.Tensor) -> int:
     """Bytes of a cell of a GPU pool."""
     return 2 * kv_cache.shape[4] * kv_cache.shape[5] * kv_cache.element_size()
-
-
-def check_device(kv_cache: torch.Tensor) -> None:
-    """Raise ValueError if the kernels cannot run where the cache is."""
-    if not (kv_cache.is_cuda or is_interpreted(keys_kernel)):
-        raise ValueError(
-            f"kv_cache: expected on a CUDA device with impl='triton', got it on {kv_cache.device}; "
-            "impl='cpu' computes there"
-        )
 
 
 def code_rows(

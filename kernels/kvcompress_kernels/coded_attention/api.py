@@ -219,9 +219,10 @@ def coded_attention(
     elif impl == "triton":
         # imported on demand: installations for the CPU have no Triton
         from kvcompress_kernels.coded_attention import triton
+        from kvcompress_kernels.triton_cells import check_device
 
         _check_gpu(*arguments, codecs, max_query_len, num_splits)
-        triton.check_device(kv_cache)
+        check_device(kv_cache)
         triton.coded_attention(
             *arguments,
             codecs.on_device(kv_cache),

@@ -32,7 +32,6 @@ from kvcompress_kernels.code_rows.triton import byte_strides, cell_bytes_of, sca
 from kvcompress_kernels.triton_cells import (
     base_of_cell,
     bytes_of_cell,
-    is_interpreted,
 )
 
 KEY_TILE = 32
@@ -550,15 +549,6 @@ def choose_tiling(num_lanes: int, value_width: int) -> Tiling:
     if value_width > 128:
         return Tiling(block_m, 16, 8)
     return Tiling(block_m, 16, 2 if block_m == 16 and value_width > 64 else 4)
-
-
-def check_device(kv_cache: torch.Tensor) -> None:
-    """Raise ValueError if the kernels cannot run where the cache is."""
-    if not (kv_cache.is_cuda or is_interpreted(attend_kernel)):
-        raise ValueError(
-            f"kv_cache: expected on a CUDA device with impl='triton', got it on {kv_cache.device}; "
-            "impl='cpu' computes there"
-        )
 
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

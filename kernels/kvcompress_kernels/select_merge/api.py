@@ -105,8 +105,9 @@ def select_merge(
     if impl == "triton":
         # imported on demand: installations for the CPU have no Triton
         from kvcompress_kernels.select_merge import triton
+        from kvcompress_kernels.triton_cells import check_device
 
-        triton.check_device(kv_cache)
+        check_device(kv_cache)
         return triton.select_merge(*args)
     if impl == "reference":
         if kv_cache.dim() == 5:

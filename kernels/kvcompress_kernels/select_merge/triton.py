@@ -20,7 +20,6 @@ import triton.language as tl
 
 from kvcompress_kernels.select_merge.reference import MIN_MASS
 from kvcompress_kernels.triton_cells import (
-    is_interpreted,
     load_rows,
     slots_of_blocks,
     slots_of_cells,
@@ -254,15 +253,6 @@ def merge_kernel(
     store_rows(key_ptr, goal, keys, kept, HEAD_SIZE, BLOCK_D)
     store_rows(value_ptr, goal, values, kept, HEAD_SIZE, BLOCK_D)
     tl.store(bias_ptr + bias_goal, entry_bias, mask=kept)
-
-
-def check_device(kv_cache: torch.Tensor) -> None:
-    """Raise ValueError if the kernels cannot run where the cache is."""
-    if not (kv_cache.is_cuda or is_interpreted(route_kernel)):
-        raise ValueError(
-            f"kv_cache: expected on a CUDA device with impl='triton', got it on {kv_cache.device}; "
-            "impl='cpu' computes there"
-        )
 
 
 def select_merge_layers(

@@ -67,9 +67,10 @@ def window_scores(
     args = (kv_cache, source, tail, num_tokens, queries, first_position, float(scale))
     if impl == "triton":
         # imported on demand: installations for the CPU have no Triton
+        from kvcompress_kernels.triton_cells import check_device
         from kvcompress_kernels.window_scores import triton
 
-        triton.check_device(kv_cache)
+        check_device(kv_cache)
         return triton.window_scores(*args)
     if impl == "reference":
         cells = formats.cpu_cells(kv_cache) if kv_cache.dim() == 6 else kv_cache

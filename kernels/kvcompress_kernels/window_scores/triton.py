@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.triton_cells import is_interpreted, load_rows, slots_of_blocks
+from kvcompress_kernels.triton_cells import load_rows, slots_of_blocks
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # finite, so that a part in which nothing is visible has a sum of 0 and not NaN
@@ -202,15 +202,6 @@ def choose_tiling(head_size: int, num_lanes: int) -> tuple[int, int]:
     """Lanes and tokens of a tile."""
     tile = 32 if triton.next_power_of_2(head_size) > 128 else 64
     return max(16, min(64, triton.next_power_of_2(num_lanes))), tile
-
-
-def check_device(kv_cache: torch.Tensor) -> None:
-    """Raise ValueError if the kernels cannot run where the cache is."""
-    if not (kv_cache.is_cuda or is_interpreted(sums_kernel)):
-        raise ValueError(
-            f"kv_cache: expected on a CUDA device with impl='triton', got it on {kv_cache.device}; "
-            "impl='cpu' computes there"
-        )
 
 
 def window_scores(
