@@ -250,7 +250,7 @@ def test_raw_entries_go_on_from_it(dtype: torch.dtype, splits: int) -> None:
     segment_attention(**arguments, output=exact, impl="reference")
     end = int(batch.query_start_loc[-1])
     unit = torch.finfo(dtype).eps * exact[:end].abs().max()
-    assert max_error(output[:end], exact[:end]) <= 3 * unit
+    assert max_error(output[:end], exact[:end]) <= 8 * unit
 
 
 def test_wrong_arguments() -> None:
