@@ -99,7 +99,7 @@ demo: setup ## one prompt, with and without compression
 test: setup ## all tests but the slow ones
 # tests with servers come alone, since a server's processes wait for each other by spinning; status
 # 5 says that ARGS leaves no test in one of the two
-	@$(WITH_MODEL) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
+	@$(WITH_MODEL) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  -m 'not slow and not e2e' $(ARGS) || test $$? -eq 5
 	@$(WITH_MODEL) $(BIN)/python -m pytest -m 'e2e and not slow' $(ARGS) || test $$? -eq 5
 

@@ -31,6 +31,8 @@ class Engine:
             "block_size": BLOCK_SIZE,
             "max_model_len": 2048,
             "max_num_seqs": 8,
+            # whatever the model, and small: a module keeps its engines, dozens of them
+            "num_gpu_blocks_override": 512,
             "kv_cache_memory_bytes": 1 << 28,
             "disable_log_stats": False,
         }

@@ -53,7 +53,9 @@ def alive(pids: set[int]) -> set[int]:
     return living
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_demo_leaves_no_process(model_path, tmp_path, how):
     log = tmp_path / "server.log"
     process = demo(model_path, log)

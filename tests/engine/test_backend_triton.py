@@ -169,7 +169,7 @@ class Launches:
         return launch
 
 
-@pytest.mark.parametrize("method", ["semanticache", "aatc"])
+@pytest.mark.parametrize("method", ["semanticache", pytest.param("aatc", marks=pytest.mark.slow)])
 def test_a_replay_reads_what_was_written_in_place(
     make_gpu_engine, prompts, artifact, monkeypatch, method
 ):
@@ -368,6 +368,7 @@ def test_the_same_entries_as_on_the_cpu(make_gpu_engine, prompts, monkeypatch):
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 def test_selkv_keeps_what_it_keeps_on_the_cpu(make_gpu_engine, prompts, monkeypatch):
     """From the queries that the backend has kept, which come in two chunks, the last of one token:
     a decode batch by its shape, which no graph may replay."""
@@ -414,6 +415,7 @@ def test_no_graph_replays_a_batch_whose_queries_are_kept(make_gpu_engine, prompt
     assert answers == [(True, None, None), (True, 1, None), (False, 1, 1), (False, 1, 1)]
 
 
+@pytest.mark.slow
 def test_aatc_has_the_rows_that_it_has_on_the_cpu(make_gpu_engine, prompts, artifact, monkeypatch):
     engine = make_gpu_engine(coded(AATC, artifact))
     found = compress_twice(monkeypatch, GpuAATC, aatc.AATC)
@@ -443,7 +445,7 @@ def test_aatc_has_the_rows_that_it_has_on_the_cpu(make_gpu_engine, prompts, arti
         pytest.param(SELKV, marks=pytest.mark.slow),
         pytest.param(AATC, marks=pytest.mark.slow),
         METASOFT,
-        {**SELKV, "method": "selkv+aatc"},
+        pytest.param({**SELKV, "method": "selkv+aatc"}, marks=pytest.mark.slow),
         pytest.param({**SEMANTICACHE, "method": "semanticache+aatc"}, marks=pytest.mark.slow),
         pytest.param({**METASOFT, "method": "metasoft+aatc"}, marks=pytest.mark.slow),
     ],

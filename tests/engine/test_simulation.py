@@ -43,9 +43,14 @@ class ForceTokens(AdapterLogitsProcessor):
     ("config", "start", "num_tokens"),
     [
         ({"method": "semanticache"}, 0, 1500),
-        ({"method": "semanticache", "threshold": 0.9, "max_keep": 0.4}, 4000, 1200),
-        ({"method": "relocate"}, 9000, 900),
-        ({"method": "selkv"}, 2000, 1210),
+        pytest.param(
+            {"method": "semanticache", "threshold": 0.9, "max_keep": 0.4},
+            4000,
+            1200,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"method": "relocate"}, 9000, 900, marks=pytest.mark.slow),
+        pytest.param({"method": "selkv"}, 2000, 1210, marks=pytest.mark.slow),
         pytest.param(
             {"method": "selkv", "keep": 0.5, "heads": "each", "merge": False},
             6000,

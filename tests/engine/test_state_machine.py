@@ -194,8 +194,15 @@ class Life(RuleBasedStateMachine):
             assert len(self.player.outputs[name]) == max_tokens, name
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no_cache"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("asynchronous", "prefix_caching"),
+    [
+        pytest.param(False, False, id="sync-no_cache"),
+        pytest.param(True, True, id="async-cache"),
+        pytest.param(False, True, id="sync-cache", marks=pytest.mark.slow),
+        pytest.param(True, False, id="async-no_cache", marks=pytest.mark.slow),
+    ],
+)
 def test_life(make_engine, tiny_model, token_ids, asynchronous, prefix_caching):
     engine = make_engine(
         tiny_model(),

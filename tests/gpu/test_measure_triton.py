@@ -46,6 +46,7 @@ def test_checks_then_measures_under_the_interpreter() -> None:
     assert table.count("codes, ") == 4
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_not_measured() -> None:
     code = (
         "import runpy, sys, torch\n"

@@ -157,7 +157,9 @@ def test_the_bits_of_the_reference(
     assert_impls_agree(prompt, number_chunks(lengths, tokens), threshold)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])]
+)
 def test_thresholds_at_the_cosines_themselves(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     prompt = Prompt(clustered((1, 1, 32, 64), generator, 0.5), 32, dtype=dtype)

@@ -27,6 +27,6 @@ def test_kernels_under_the_interpreter(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["selection", "codes"])
+@pytest.mark.parametrize("name", MODULES)
 def test_more_shapes_under_the_interpreter(name: str) -> None:
     triton_interpreter.run_modules(*MODULES[name], marks="slow")

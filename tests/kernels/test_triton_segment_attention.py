@@ -138,7 +138,7 @@ def test_any_batch(
     Batch(rows, head_size=32, splits=splits, layout=layout, **options).check()
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 16, 40, 128])
+@pytest.mark.parametrize("splits", [1, 2, 5, 16, 40, pytest.param(128, marks=pytest.mark.slow)])
 def test_any_number_of_splits(splits: int) -> None:
     Batch([RowSpec((2100, 30), tail=9)], splits=splits, ratio=1).check()
 
