@@ -29,10 +29,10 @@ dataset_kwargs:
     test: {data}
 test_split: test
 output_type: generate_until
-doc_to_text: "{{{{text}}}}\\nThe next words of the text above:"
+doc_to_text: "{{{{text}}}}"
 doc_to_target: "{{{{next}}}}"
 generation_kwargs:
-  until: ["\\n\\n"]
+  until: ["###"]
   max_gen_toks: 32
   do_sample: false
   temperature: 0
