@@ -12,12 +12,13 @@ import pytest
 import torch
 import triton_interpreter
 from coding import random_codec
-from numerics import max_error
+from numerics import assert_no_worse_than_eager
 from pools import GPU_LAYOUTS, gpu_pool
 
 from kvcompress_kernels import code_format, formats
 from kvcompress_kernels.code_format import Counts
 from kvcompress_kernels.coded_attention import coded_attention
+from kvcompress_kernels.segment_attention import reference as raw_reference
 from kvcompress_kernels.segment_attention import segment_attention
 
 triton_interpreter.require()
@@ -241,17 +242,19 @@ def test_raw_entries_go_on_from_it(dtype: torch.dtype, splits: int) -> None:
         "partial_output": partial_output,
         "partial_log_sum": partial_log_sum,
     }
-    output, exact = torch.zeros_like(batch.query), torch.zeros(batch.query.shape).double()
+    output, eager = torch.zeros_like(batch.query), torch.zeros_like(batch.query)
+    exact = torch.zeros(batch.query.shape).double()
     tokens, heads, size = batch.query.shape
     workspace = segments.allocate_workspace(tokens, heads, size, splits, "cpu")
     workspace.partial.fill_(math.nan)
     segment_attention(
         **arguments, output=output, impl="triton", max_query_len=2, workspace=workspace
     )
-    segment_attention(**arguments, output=exact, impl="reference")
+    arguments["kv_cache"] = formats.cpu_cells(pool)
+    raw_reference.segment_attention(**arguments, output=eager, compute_dtype=dtype)
+    raw_reference.segment_attention(**arguments, output=exact, compute_dtype=torch.float64)
     end = int(batch.query_start_loc[-1])
-    unit = torch.finfo(dtype).eps * exact[:end].abs().max()
-    assert max_error(output[:end], exact[:end]) <= 8 * unit
+    assert_no_worse_than_eager(output[:end], eager[:end], exact[:end])
 
 
 def test_wrong_arguments() -> None:

@@ -29,10 +29,7 @@ import triton.language as tl
 from kvcompress_kernels import code_format
 from kvcompress_kernels.code_format import WIDTHS, GroupCodec, RowLayout, run_bytes
 from kvcompress_kernels.code_rows.triton import byte_strides, cell_bytes_of, scale_indices
-from kvcompress_kernels.triton_cells import (
-    base_of_cell,
-    bytes_of_cell,
-)
+from kvcompress_kernels.triton_cells import base_of_cell, bytes_of_cell
 
 KEY_TILE = 32
 """Channels of a tile of keys, all of one width."""
