@@ -1,6 +1,6 @@
 """Triton's interpreter for the tests of the kernels: bfloat16 put right, and a process of its own.
 
-Triton 3.9's interpreter keeps bfloat16 as uint16. Its `dot` multiplies those integers, and its
+The interpreter (of 3.7, of 3.9) keeps bfloat16 as uint16. Its `dot` multiplies those integers, its
 conversion from float32 cuts bits off where every GPU rounds to nearest even. `repair` replaces both
 with torch's conversions; it can go when Triton computes bfloat16 (`test_the_repair_is_needed`).
 """

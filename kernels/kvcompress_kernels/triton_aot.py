@@ -93,6 +93,7 @@ class Job:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -123,10 +124,11 @@ def _attention_jobs(shape: Shape, block_size: int, dtype: str) -> Iterator[Job]:
         ("decode", shape.ratio, NUM_SPLITS, False),
         ("decode unsplit", shape.ratio, 1, False),
         ("decode after codes", shape.ratio, NUM_SPLITS, True),
+        ("decode unsplit after codes", shape.ratio, 1, True),
         ("long query", shape.ratio * LONG_QUERY, 1, False),
     ]
     for label, num_lanes, num_splits, has_partial in kinds:
-        tiling = segment_attention.choose_tiling(shape.head_size, num_lanes)
+        tiling = segment_attention.choose_tiling(shape.head_size, num_lanes, num_splits)
         types: dict[str, Any] = {
             **dict.fromkeys(("query_ptr", "output_ptr", "key_ptr", "value_ptr"), element),
             **dict.fromkeys(("bias_ptr", "partial_ptr", "stats_ptr"), "*fp32"),
@@ -177,6 +179,7 @@ def _attention_jobs(shape: Shape, block_size: int, dtype: str) -> Iterator[Job]:
             constants,
             tiling.num_warps,
             tiling.num_stages,
+            tiling.max_registers,
         )
     if block_size == BLOCK_SIZES[0]:
         yield Job(
@@ -408,6 +411,7 @@ def _coded_attention_jobs(shape: Shape, dtype: str, group_size: int) -> Iterator
         types,
         attend,
         tiling.num_warps,
+        tiling.max_registers,
     )
     heads = {
         "RATIO": shape.ratio,
@@ -435,10 +439,11 @@ def _job(
     types: dict[str, Any],
     constants: dict[str, Any],
     num_warps: int,
+    max_registers: int | None = None,
 ) -> Job:
     """A job whose types are those that the kernel has of the given ones, in its order."""
     own = {name: types[name] for name in kernel.arg_names if name not in constants}
-    return Job(label, kernel, shape, block_size, dtype, own, constants, num_warps, num_stages=3)
+    return Job(label, kernel, shape, block_size, dtype, own, constants, num_warps, 3, max_registers)
 
 
 @dataclass(frozen=True)
@@ -480,11 +485,16 @@ def compile_job(job: Job, arch: int, **options: Any) -> Usage:
         options: more of Triton's compiler options, for instance ``maxnreg``.
     """
     types = {name: job.types.get(name, "constexpr") for name in job.kernel.arg_names}
+    chosen = {
+        "num_warps": job.num_warps,
+        "num_stages": job.num_stages,
+        "maxnreg": job.max_registers,
+    }
     assert {name for name, kind in types.items() if kind == "constexpr"} == set(job.constants)
     compiled = triton.compile(
         ASTSource(job.kernel, types, job.constants, _divisible(types)),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": job.num_warps, "num_stages": job.num_stages, **options},
+        options={**chosen, **options},
     )
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
@@ -531,7 +541,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("no kernel is left")
     write = sys.stdout.write
     write(
-        f"{'kernel':<19}{'shape':<18}{'D':>4}{'ratio':>6}{'N':>4} {'type':<5}{'sm':>4}{'warps':>6}"
+        f"{'kernel':<27}{'shape':<18}{'D':>4}{'ratio':>6}{'N':>4} {'type':<5}{'sm':>4}{'warps':>6}"
         f"{'regs':>6}{'spill':>6}{'shared':>8}{'limit':>8}{'per SM':>7}\n"
     )
     faulty = 0
@@ -541,7 +551,7 @@ def main(argv: list[str] | None = None) -> int:
         faulty += bool(faults)
         shape = job.shape
         write(
-            f"{job.label:<19}{shape.name:<18}{shape.head_size:>4}{shape.ratio:>6}"
+            f"{job.label:<27}{shape.name:<18}{shape.head_size:>4}{shape.ratio:>6}"
             f"{job.block_size:>4} {job.dtype:<5}{arch:>4}{job.num_warps:>6}{usage.registers:>6}"
             f"{usage.spilled:>6}{usage.shared:>8}{_PROGRAM_SHARED[arch]:>8}{usage.programs:>7}"
             f"{'  FAULT: ' + ', '.join(faults) if faults else ''}\n"

@@ -36,6 +36,7 @@ from measure_methods import (
     measure_codes,
     measure_selection,
 )
+from xformers_peer import Peer
 
 Row = tuple[tuple[int, ...] | None, int, int]  # entries by KV head or None, tail, query length
 
@@ -655,7 +656,7 @@ class Decode:
         lengths = torch.full((case.batch,), self.keys(case), dtype=torch.int32, device=self.device)
         starts = torch.arange(case.batch + 1, dtype=torch.int32, device=self.device)
         rows = starts[:-1].clone()
-        tiling = attention.choose_tiling(self.head_size, case.ratio)
+        tiling = attention.choose_tiling(self.head_size, case.ratio, workspace.num_splits)
         heads = self.heads * case.ratio
 
         def launch(table: torch.Tensor) -> torch.Tensor:
@@ -679,6 +680,7 @@ class Decode:
                 NUM_SPLITS=workspace.num_splits,
                 num_warps=tiling.num_warps,
                 num_stages=tiling.num_stages,
+                maxnreg=tiling.max_registers,
             )
             attention.reduce_kernel[(case.batch, heads)](
                 output,
@@ -745,34 +747,42 @@ class Decode:
             say(f"  {what} as it is timed: error {difference:.2e}")
         return [f"{what} as it is timed: {d:.2e}" for what, d in wrong.items() if not d < 1e-2]
 
-    def xformers(self, case: Case) -> tuple[list[Callable[[], Any]] | None, str]:
-        """xformers' split-K decode with the biases as additive mask, where it runs."""
-        try:
-            from xformers.ops import fmha
-        except ImportError as reason:
-            return None, f"not installed ({reason})"
-        keys = self.keys(case) // 8 * 8
-        query = self.query(case).unflatten(1, (self.heads, case.ratio))[:, None]
-        flat = self.buffer.view(-1)
-        shape = (case.batch, keys, self.heads, 1, self.head_size)
+    def xformers(self, case: Case, peer: Peer) -> dict[str, list[Callable[[], torch.Tensor]]]:
+        """xformers' split-K decode: unbiased over pages, and with biases over keys in a row."""
+        query, keys = self.query(case), self.keys(case)
+        scale = self.head_size**-0.5
+        # the same memory, the heads of a slot together
+        slots = self.buffer.view(-1, self.block_size, self.heads, 2, self.head_size)
+        paged = [
+            peer.paged(query, slots[..., 0, :], slots[..., 1, :], table, [keys] * case.batch, scale)
+            for table in self.tables(case)
+        ]
+        count = keys // 8 * 8  # rows of biases are to be aligned
+        shape = (case.batch, count, self.heads, self.head_size)
         size = math.prod(shape)
-        wide = (-1, -1, -1, case.ratio, -1)
-        key, value = (flat[i * size : (i + 1) * size].view(shape).expand(wide) for i in range(2))
-        bias = torch.rand(
-            (case.batch, self.heads, case.ratio, 1, keys), device=self.device, dtype=self.dtype
+        flat = self.buffer.view(-1)
+        in_a_row = [flat[i * size : (i + 1) * size].view(shape) for i in range(2)]
+        bias = torch.rand((case.batch, self.heads, count), device=self.device)
+        return {"paged": paged, "with bias": [peer.biased(query, *in_a_row, bias, scale)] * 4}
+
+
+def measure_xformers(clock: Clock, decode: Decode, case: Case) -> list[str]:
+    """A line for each way that xformers' kernel runs, or one that says why it does not."""
+    try:
+        launches = decode.xformers(case, Peer())
+        for choices in launches.values():
+            choices[0]()
+    except Exception as reason:  # noqa: BLE001 - whatever it is, it becomes a line of the table
+        first = str(reason).strip().splitlines()
+        return [f"xformers does not run: {type(reason).__name__}: {first[0] if first else ''}"]
+    ours = clock.measure(decode.ours(case))
+    lines = []
+    for name, choices in launches.items():
+        theirs = clock.measure(choices)
+        lines.append(
+            f"xformers split-K {name}, {case}: {theirs:.1f} us, ours/theirs {ours / theirs:.3f}"
         )
-
-        def launch() -> torch.Tensor:
-            return fmha.memory_efficient_attention_forward(
-                query, key, value, attn_bias=bias, op=fmha.triton_splitk.FwOp
-            )
-
-        try:
-            launch()
-        except Exception as reason:  # noqa: BLE001 - whatever it is, it becomes a line of the table
-            first = str(reason).strip().splitlines()
-            return None, f"does not run ({type(reason).__name__}: {first[0] if first else ''})"
-        return [launch] * 4, ""
+    return lines
 
 
 def measure_decode(
@@ -807,25 +817,23 @@ def measure_decode(
         say(lines[-1])
     case = cases[len(cases) // 2]
     if decode.fits(case):
-        launches, reason = decode.xformers(case)
-        what = f"xformers split-K with bias, {case}"
-        lines.append(
-            f"{what}: {clock.measure(launches):.1f} us" if launches else f"{what}: {reason}"
-        )
-        say(lines[-1])
+        lines += measure_xformers(clock, decode, case)
+        for line in lines[len(cases) + 1 :]:
+            say(line)
     return lines
 
 
 def sweep(options: argparse.Namespace, clock: Clock, decode: Decode) -> list[str]:
     """Other tilings and numbers of splits in the case that the target names, fastest first."""
     case = Case(options.contexts[len(options.contexts) // 2], options.batches[-2], 4, 0.5)
-    tilings = [attention.choose_tiling(decode.head_size, case.ratio)]
+    num_splits = decode.workspace(case).num_splits
+    tilings = [attention.choose_tiling(decode.head_size, case.ratio, num_splits)]
     choices: list[tuple[int, int, int]] = [(32, 4, 3), (64, 4, 3)]
     if not options.tiny:
         choices = list(itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 5)))
     tilings += [attention.Tiling(16, *choice) for choice in choices]
     settings = [(tilings[0], splits) for splits in (4, 8, 16, 32, 64)]
-    settings += [(tiling, decode.workspace(case).num_splits) for tiling in tilings]
+    settings += [(tiling, num_splits) for tiling in tilings]
     chosen = attention.choose_tiling, attention.choose_num_splits
     found = []
     try:

@@ -44,6 +44,9 @@ def test_checks_then_measures_under_the_interpreter() -> None:
     for what in ("scores by 4 queries", "select a quarter and merge", "encode: 32 tokens"):
         assert table.count(what) == 2
     assert table.count("codes, ") == 4
+    for name in ("paged", "with bias"):
+        peers = [line for line in table.splitlines() if f"xformers split-K {name}" in line]
+        assert [float(line.split()[-1]) > 0 for line in peers] == [True] * 2
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ MODULES = {
     "attention": ("test_triton_segment_attention.py",),
     "clusters": ("test_triton_cluster_merge.py",),
     "selection": ("test_triton_window_scores.py", "test_triton_select_merge.py"),
+    "xformers": ("test_triton_xformers.py",),
     "codes": ("test_triton_code_rows.py", "test_triton_coded_attention.py"),
 }
 

@@ -531,11 +531,14 @@ class Tiling:
         block_m: lanes of a program.
         tile: rows of a tile.
         num_warps: warps of a program.
+        max_registers: registers of a thread; without it ptxas takes fewer than it needs, and
+            spills, where that lets one more program run on a multiprocessor.
     """
 
     block_m: int
     tile: int
     num_warps: int
+    max_registers: int | None = None
 
 
 def choose_tiling(num_lanes: int, value_width: int) -> Tiling:
@@ -545,7 +548,9 @@ def choose_tiling(num_lanes: int, value_width: int) -> Tiling:
     # program as many as let a round number of programs run, so that the warps decide as well.
     if value_width > 128:
         return Tiling(block_m, 16, 8)
-    return Tiling(block_m, 16, 2 if block_m == 16 and value_width > 64 else 4)
+    if value_width > 64:
+        return Tiling(block_m, 16, 2 if block_m == 16 else 4)
+    return Tiling(block_m, 16, 4, max_registers=168)
 
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -641,6 +646,7 @@ def coded_attention(
         NUM_SPLITS=num_splits,
         DTYPE=DTYPES[kv_cache.dtype],
         num_warps=tiling.num_warps,
+        maxnreg=tiling.max_registers,
     )
     unfold_kernel[(num_units, num_heads)](
         output,

@@ -107,20 +107,25 @@ class Tiling:
         tile: keys of a tile.
         num_warps: warps of a program.
         num_stages: tiles in flight, the one in use included.
+        max_registers: registers of a thread; without it ptxas takes fewer than it needs, and
+            spills, where that lets one more program run on a multiprocessor.
     """
 
     block_m: int
     tile: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
-def choose_tiling(head_size: int, num_lanes: int) -> Tiling:
-    """Tiling by head size and by the lanes of one (row, KV head)."""
+def choose_tiling(head_size: int, num_lanes: int, num_splits: int) -> Tiling:
+    """Tiling by head size, by the lanes of one (row, KV head) and by the parts of their keys."""
     wide = triton.next_power_of_2(head_size) > 128
     if num_lanes <= 16:
-        # with three stages and wide heads a few registers spill on sm_80
-        return Tiling(16, 32, 4, 2) if wide else Tiling(16, 64, 4, 3)
+        # with three stages and wide heads a few registers spill on sm_80, in one part with two
+        if wide:
+            return Tiling(16, 32, 4, 2, max_registers=255 if num_splits == 1 else None)
+        return Tiling(16, 64, 4, 3)
     return Tiling(64, 32 if wide else 64, num_warps=8, num_stages=3)
 
 
@@ -214,7 +219,8 @@ def attend_kernel(
     segment_tiles = tl.cdiv(num_entries, TILE)
     num_tiles = segment_tiles + tl.cdiv(tl.maximum(tail_end - gap_end, 0), TILE)
     tiles_per_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), _MIN_TILES)
-    begin = split * tiles_per_split
+    # known when compiled, for it is a register less where registers are short
+    begin = 0 if NUM_SPLITS == 1 else split * tiles_per_split
     end = tl.minimum(begin + tiles_per_split, num_tiles)
 
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -401,10 +407,10 @@ def segment_attention(
     _, num_layers, _, num_kv_heads, block_size, _ = kv_cache.shape
     ratio = num_heads // num_kv_heads
     query_len = num_tokens if max_query_len is None else max_query_len
-    tiling = choose_tiling(head_size, query_len * ratio)
-    query_tiles = triton.cdiv(query_len * ratio, tiling.block_m)
     split = workspace is not None and num_tokens <= workspace.max_tokens
     num_splits = workspace.num_splits if workspace is not None and split else 1
+    tiling = choose_tiling(head_size, query_len * ratio, num_splits)
+    query_tiles = triton.cdiv(query_len * ratio, tiling.block_m)
     # not read where the keys are not split
     partial = workspace.partial if workspace is not None else bias
     stats = workspace.stats if workspace is not None else bias
@@ -452,6 +458,7 @@ def segment_attention(
         HAS_PARTIAL=partial_output is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.max_registers,
     )
     if num_splits > 1:
         reduce_kernel[(num_rows * query_len, num_heads)](
