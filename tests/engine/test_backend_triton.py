@@ -13,6 +13,7 @@ gpu_stand_in.require()
 from dataclasses import replace  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
+import compiled_forms  # noqa: E402
 import pytest  # noqa: E402
 import stand_in_worker  # noqa: E402
 import torch  # noqa: E402
@@ -464,6 +465,56 @@ def test_the_engine_generates_what_the_simulation_does(
     assert engine.planner._metrics.requests_compressed._value.get() == before + 1
     assert answer[0][0] == simulate(model, compression, prompts[3], 6)
     check_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        SEMANTICACHE,
+        pytest.param(SELKV, marks=pytest.mark.slow),
+        pytest.param(AATC, marks=pytest.mark.slow),
+        pytest.param(METASOFT, marks=pytest.mark.slow),
+        pytest.param({**SELKV, "method": "selkv+aatc"}, marks=pytest.mark.slow),
+        pytest.param({**SEMANTICACHE, "method": "semanticache+aatc"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value["method"],
+)
+def test_no_kernel_is_compiled_once_warm(
+    make_gpu_engine, prompts, artifact, soft_tokens, compression
+):
+    """By an engine in whose blocks and tables warming up has left nothing."""
+    if "aatc" in compression["method"]:
+        compression = coded(compression, artifact)
+    if "metasoft" in compression["method"]:
+        compression = {**compression, "soft_tokens": soft_tokens}
+    engine = make_gpu_engine(compression)
+    state = engine.compressor.state
+    with compiled_forms.recorded() as warm:
+        engine.runner.warm_up_compression()
+    assert state.num_requests == 0
+    assert not state.slot_of_block.any()
+    assert not state.kv_cache.any()
+    assert not engine.runner.block_tables.input_block_tables[0].any()
+    before = engine.planner._metrics.requests_compressed._value.get()
+    with compiled_forms.recorded() as used:
+        engine.add(prompts[3], max_tokens=6)
+        engine.add(prompts[3] + prompts[2][:13], max_tokens=6, salt="another")
+        for _ in range(3):
+            engine.step()
+        assert state.num_requests == 2
+        engine.add(prompts[2] + prompts[3], max_tokens=6, salt="while they decode")
+        engine.drain()
+    assert engine.planner._metrics.requests_compressed._value.get() == before + 3
+    check_idle(engine)
+    assert used
+    assert not sorted(map(str, used - warm))
+
+
+def test_a_pool_without_room_to_warm_up(make_gpu_engine, prompts):
+    engine = make_gpu_engine({**SEMANTICACHE, "min_prompt_tokens": 240}, num_gpu_blocks_override=17)
+    with compiled_forms.recorded() as warm:
+        engine.runner.warm_up_compression()
+    assert not warm
 
 
 def simulate(model, compression, prompt, num_tokens):

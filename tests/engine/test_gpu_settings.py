@@ -191,6 +191,20 @@ def test_the_gpu_worker_leaves_room_for_bias_and_splits(tiny_model, gpu, monkeyp
     assert worker.determine_available_memory() == (100_000_000 - taken) * 128 // (128 + 4)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_gpu_worker_warms_up_before_compilations_are_watched(monkeypatch, enabled):
+    calls = []
+    worker = object.__new__(worker_gpu.CompressionGPUWorker)
+    kernels = SimpleNamespace(enable_jit_warmup=enabled)
+    worker.vllm_config = SimpleNamespace(kernel_config=kernels)
+    worker.model_runner = SimpleNamespace(warm_up_compression=lambda: calls.append("ours"))
+    monkeypatch.setattr(
+        worker_gpu.Worker, "compile_or_warm_up_model", lambda self: calls.append("vLLM's")
+    )
+    worker.compile_or_warm_up_model()
+    assert calls == ["ours"] * enabled + ["vLLM's"]
+
+
 @pytest.fixture
 def card(monkeypatch):
     """A card as torch describes one."""

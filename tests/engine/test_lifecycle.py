@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from harness import check_idle, check_invariants
 from tiny_soft_tokens import make_soft_tokens
+
+from vllm_kvcompress.core import SlabOverflowError
+from vllm_kvcompress.methods.semanticache import SemantiCache
 
 CONFIG = {
     "method": "semanticache",
@@ -164,20 +168,28 @@ def test_pool_full_at_planning_time(make_engine, tiny_model, token_ids):
     check_idle(engine)
 
 
-def test_worker_failure_is_rolled_back(make_engine, tiny_model, token_ids, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(SlabOverflowError, "slab_overflow"), (torch.OutOfMemoryError, "out_of_memory")],
+)
+def test_worker_failure_is_rolled_back(
+    make_engine, tiny_model, token_ids, monkeypatch, error, reason
+):
     """A compression that the worker gives up leaves the request exactly as it was."""
-    from vllm_kvcompress.core import SlabOverflowError
-    from vllm_kvcompress.methods.semanticache import SemantiCache
 
-    def overflow(self, prompt):
-        raise SlabOverflowError("made to fail")
+    def fail(self, prompt):
+        raise error("made to fail")
 
     prompts = [token_ids[:400], token_ids[900:1300]]
     with monkeypatch.context() as patch:
-        patch.setattr(SemantiCache, "compress_into", overflow)
+        patch.setattr(SemantiCache, "compress_into", fail)
         engine = make_engine(tiny_model(), CONFIG)
+        metrics = engine.planner._metrics
+        failures = metrics._failed.labels(*metrics._labels, reason)
+        before = failures._value.get()
         ours = engine.generate(prompts)
         check_idle(engine)
+    assert failures._value.get() == before + 2
     assert ours == make_engine(tiny_model()).generate(prompts)
 
 

@@ -345,7 +345,7 @@ def test_models_without_embeddings_are_refused(engine):
     """Asked of the loaded model, whose code no configuration describes."""
     ours = engine("static")
     compressor = ours.compressor
-    probes = compressor._method.probes
+    probes = compressor.method.probes
 
     class Deaf(torch.nn.Module):
         def forward(self, input_ids, positions):

@@ -102,7 +102,7 @@ class SplitBuffers:
     ) -> None:
         self._shape = (num_heads, head_size)
         self._num_kv_heads = num_kv_heads
-        self._num_processors = _num_processors(device)
+        self._num_processors = num_processors(device)
         self._capacity = self._most_parts(max_num_rows, num_kv_heads, self._num_processors)
         numbers = self._capacity * num_heads
         self._partial = torch.empty((numbers, head_size), dtype=torch.float32, device=device)
@@ -125,7 +125,7 @@ class SplitBuffers:
         parts = cls._most_parts(
             vllm_config.scheduler_config.max_num_seqs,
             model.get_num_kv_heads(parallel),
-            _num_processors(device),
+            num_processors(device),
         )
         return parts * num_heads * (model.get_head_size() + 2) * torch.float32.itemsize
 
@@ -146,7 +146,8 @@ class SplitBuffers:
         )
 
 
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors, by which keys are split."""
     if device.type != "cuda":
         return _NUM_PROCESSORS_WITHOUT_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -386,7 +387,7 @@ def _attend_to_codes(
         num_splits=choose_num_splits(
             compressed.rows.numel() * compressed.max_query_len,
             len(codecs.groups),
-            _num_processors(query.device),
+            num_processors(query.device),
         ),
     )
     return output, log_sum

@@ -190,9 +190,11 @@ EXTENSION_POINTS = (
             "additional_config",
             "instance_id",
             "attention_config",
+            "kernel_config",
             "lora_config",
         ),
     ),
+    ExtensionPoint("vllm.config.KernelConfig", fields=("enable_jit_warmup",), gpu=True),
     ExtensionPoint(
         "vllm.config.ModelConfig",
         methods={
@@ -491,6 +493,7 @@ EXTENSION_POINTS = (
             "_make_model_runner": (),
             "load_model": (),
             "determine_available_memory": (),
+            "compile_or_warm_up_model": (),
         },
         attributes=("use_v2_model_runner", "model_runner", "vllm_config", "device"),
         gpu=True,
@@ -523,7 +526,10 @@ EXTENSION_POINTS = (
         "vllm.v1.worker.gpu.states.RequestState", attributes=("req_id_to_index",), gpu=True
     ),
     ExtensionPoint(
-        "vllm.v1.worker.gpu.block_table.BlockTables", attributes=("block_tables",), gpu=True
+        "vllm.v1.worker.gpu.block_table.BlockTables",
+        methods={"get_dummy_block_tables": ("num_reqs",)},
+        attributes=("block_tables",),
+        gpu=True,
     ),
     ExtensionPoint(
         "vllm.v1.worker.gpu.buffer_utils.StagedWriteTensor",

@@ -31,7 +31,7 @@ BYPASS_REASONS = (
     *("shared_prefix", "no_free_blocks", "finished_early"),
 )
 """Every reason for which the scheduler leaves a request uncompressed."""
-FAILURE_REASONS = ("slab_overflow", "probe_failed")
+FAILURE_REASONS = ("slab_overflow", "out_of_memory", "probe_failed")
 """Every reason for which the worker gives a compression up."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 

@@ -141,7 +141,8 @@ class Prober:
         """A batch with one row for each plan."""
         device, block_size = self._state.kv_cache.device, self._state.geometry.block_size
         num_probes = self._probes.num_tokens
-        width = max(map(len, tables))
+        # vLLM's Triton kernels are compiled anew for strides that 16 does not divide
+        width = -(-max(map(len, tables)) // 16) * 16
         table = torch.tensor([row + [0] * (width - len(row)) for row in tables], dtype=torch.int32)
         first = torch.tensor([plan.num_tokens for plan in plans])
         positions = first[:, None] + torch.arange(num_probes)

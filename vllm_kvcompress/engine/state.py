@@ -153,6 +153,11 @@ class DeviceState:
         at = torch.tensor(blocks, device=self.kv_cache.device)
         self.kv_cache.index_fill_(self._block_dim, at, 0)
 
+    def fill_with_noise(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with numbers as keys and values may have, in all layers."""
+        for block in blocks:
+            self.kv_cache.select(self._block_dim, block).normal_()
+
     def copy(self, block: int, to: int) -> None:
         """Copy one block to another, in all layers."""
         self.kv_cache.select(self._block_dim, to).copy_(

@@ -168,6 +168,15 @@ class Compressor:
 
     Args:
         runner: the model runner, whose KV cache is initialised.
+
+    Attributes:
+        group: index of the compressed KV-cache group.
+        config: of the engine.
+        method: of the configuration.
+        shape: of the compressed part of the model on this rank.
+        state: of the requests.
+        prober: runs the method's probes, if it has any.
+        reports: of the plans since they were taken last.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -184,40 +193,41 @@ class Compressor:
                 "--kv-compression needs exactly one KV-cache group of full-attention layers and "
                 f"this model has {len(groups)}. Start without --kv-compression."
             )
-        (self._group,) = groups
-        self._batch = runner._batch(self._group)
+        (self.group,) = groups
+        self._batch = runner._batch(self.group)
         layers = runner.compilation_config.static_forward_context
-        names = runner.kv_cache_config.kv_cache_groups[self._group].layer_names
+        names = runner.kv_cache_config.kv_cache_groups[self.group].layer_names
         for name in names:
             _check_layer(name, layers[name])
         self._has_gpu_cells: bool = layers[names[0]].impl.has_gpu_cells
-        config = parse_config(vllm_config.additional_config[CONFIG_KEY])
+        self.config = parse_config(vllm_config.additional_config[CONFIG_KEY])
         create = create_gpu_method if self._has_gpu_cells else create_method
-        self._method = create(config)
+        self.method = create(self.config)
         self.state = self._create_state(vllm_config.scheduler_config.max_num_seqs)
-        probes = self._method.probes
-        self._prober = None
+        probes = self.method.probes
+        self.prober: Prober | None = None
         if probes is not None:
-            self._prober = Prober(runner, self._group, probes, self.state)
+            self.prober = Prober(runner, self.group, probes, self.state)
 
     def _create_state(self, max_num_seqs: int) -> DeviceState:
         runner = self._runner
         layers = runner.compilation_config.static_forward_context
-        names = runner.kv_cache_config.kv_cache_groups[self._group].layer_names
+        names = runner.kv_cache_config.kv_cache_groups[self.group].layer_names
         owner_of = {name: layers[name].kv_sharing_target_layer_name or name for name in names}
         owners = [name for name in names if owner_of[name] == name]
         owners.sort(key=lambda name: layers[name].kv_cache.data_ptr())
-        spec = runner.kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
+        spec = runner.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
         shape = model_shape(runner.vllm_config, spec, owners, rank=get_tp_group().rank_in_group)
         scales = {layers[name].impl.scale for name in names}
         if len(scales) == 1:
             shape = replace(shape, logit_scale=scales.pop())
-        self._method.bind_model(shape)
+        self.shape = shape
+        self.method.bind_model(shape)
         caches = [layers[name].kv_cache for name in owners]
         pool = stack_layers(caches, head_major=not self._has_gpu_cells)
         if self._has_gpu_cells:
             pool = formats.gpu_pool(pool)
-        state = DeviceState(pool, max_num_seqs, self._batch, self._method.codecs())
+        state = DeviceState(pool, max_num_seqs, self._batch, self.method.codecs())
         assert self._batch.block_size == state.geometry.block_size, "kernel blocks differ"
         index = {name: i for i, name in enumerate(owners)}
         for name in names:
@@ -239,23 +249,23 @@ class Compressor:
 
     def _probe(self, plans: Sequence[Plan]) -> Probed:
         """Queries of the method's probes, if it has any; none where the model failed on them."""
-        if self._prober is None or not plans:
+        if self.prober is None or not plans:
             return Probed()
         try:
-            return self._prober.run(plans)
+            return self.prober.run(plans)
         # whatever it is, these requests stay uncompressed and the others go on
         except Exception:
             logger.exception("the model failed on the soft tokens of %d requests", len(plans))
             return Probed()
 
-    def _compress(self, plan: Plan, probed: Probed) -> Report:
-        started = time.perf_counter() - probed.seconds
+    def prompt(self, plan: Plan, queries: torch.Tensor | None) -> PagedPrompt:
+        """What a plan compresses, as methods see it."""
         state = self.state
 
         def blocks(ids: list[int]) -> torch.Tensor:
             return torch.tensor(ids, dtype=torch.int32, device=state.kv_cache.device)
 
-        prompt = PagedPrompt(
+        return PagedPrompt(
             kv_cache=state.kv_cache,
             bias=state.bias,
             source=blocks(plan.source),
@@ -265,20 +275,32 @@ class Compressor:
             options=plan.options,
             layout=plan.layout,
             geometry=state.geometry,
-            queries=probed.queries.pop(plan.request_id, None)
-            if self._prober
-            else state.queries.take(plan.request_id),
+            queries=queries,
         )
-        assert Signal.QUERY_WINDOW not in self._method.needs or prompt.queries is not None
+
+    def _compress(self, plan: Plan, probed: Probed) -> Report:
+        started = time.perf_counter() - probed.seconds
+        state = self.state
+        queries = (
+            probed.queries.pop(plan.request_id, None)
+            if self.prober
+            else state.queries.take(plan.request_id)
+        )
+        prompt = self.prompt(plan, queries)
+        assert Signal.QUERY_WINDOW not in self.method.needs or prompt.queries is not None
         usage: SlabUsage | None = None
         reason = "slab_overflow"
-        if self._prober is not None and prompt.queries is None:
+        if self.prober is not None and prompt.queries is None:
             reason = "probe_failed"
         else:
             try:
-                usage = self._method.compress_into(prompt)
+                usage = self.method.compress_into(prompt)
             except SlabOverflowError as error:
                 logger.warning("compression of %s failed: %s", plan.request_id, error)
+            except torch.OutOfMemoryError as error:
+                # nothing of the prompt was written, so it can stay as it is
+                logger.warning("compression of %s failed: %s", plan.request_id, error)
+                reason = "out_of_memory"
         num_cells, failed = _agree(usage)
         if usage is None or failed:
             state.wipe(plan.slab)
@@ -293,7 +315,7 @@ class Compressor:
             )
         num_used = state.geometry.blocks(num_cells)
         state.add(plan.request_id, plan.slab[:num_used], plan.gap_end, usage)
-        if self._prober is not None:
+        if self.prober is not None:
             usage.details["probe_seconds"] = probed.seconds
         num_nulls = len(plan.source) - num_used
         self._batch.rewrite(plan.request_id, [*plan.slab[:num_used], *[0] * num_nulls])

@@ -25,6 +25,7 @@ from vllm_kvcompress.engine.backend_triton import SplitBuffers
 from vllm_kvcompress.engine.protocol import ATTRIBUTE, CompressionStep
 from vllm_kvcompress.engine.shape import expected_shape
 from vllm_kvcompress.engine.state import Batch, DeviceState
+from vllm_kvcompress.engine.warm_up import warm_up
 from vllm_kvcompress.engine.worker import CompressionRunner, less_bias_table
 
 LARGEST_GROUP = 512
@@ -49,6 +50,12 @@ class CompressionGPUWorker(Worker):
     def load_model(self, **kwargs: Any) -> None:
         with overridden_backends():
             super().load_model(**kwargs)
+
+    def compile_or_warm_up_model(self) -> Any:
+        # before vLLM captures graphs and watches for kernels that are compiled late
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            self.model_runner.warm_up_compression()
+        return super().compile_or_warm_up_model()
 
     def determine_available_memory(self) -> int:
         """vLLM's answer less the shares of bias table, split buffers and codecs."""
@@ -116,6 +123,11 @@ class CompressionRunnerV2(CompressionRunner):
         super().initialize_kv_cache(*args, **kwargs)
         if self._compressor is not None:
             bring_codecs(self._compressor.state)
+
+    def warm_up_compression(self) -> None:
+        """Compile what compressed requests need; called once the KV cache is initialised."""
+        if self._compressor is not None:
+            warm_up(self, self._compressor)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self.step_request_ids = ()

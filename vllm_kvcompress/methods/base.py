@@ -127,6 +127,13 @@ class Method(ABC):
                 writer.write_rows(layer, group, rows.codes, rows.codec.layout)
         return writer.usage()
 
+    def warm_up(self, prompt: PagedPrompt) -> SlabUsage:
+        """Compress a prompt of no request, so that all that requests may need gets compiled.
+
+        Its keys and values are noise, its layout has one chunk of ``max_chunk`` tokens at least.
+        """
+        return self.compress_into(prompt)
+
     def bind_model(self, shape: ModelShape) -> None:  # noqa: B027 - optional hook
         """See the model that is served, once, before anything else is asked of the method.
 

@@ -44,6 +44,26 @@ MIN_CAPABILITY = 80
 class GpuSemantiCache(SemantiCache):
     """SemantiCache by the Triton kernels: all layers in one go, the host waits once per rung."""
 
+    def warm_up(self, prompt: PagedPrompt) -> SlabUsage:
+        from kvcompress_kernels.cluster_merge import triton
+
+        assert prompt.layout is not None
+        ids, longest = torch.tensor(prompt.layout.chunk_ids), self.config.max_chunk
+        for threshold in (self.config.threshold, api.MERGE_ALL):
+            triton.cluster_count(prompt.kv_cache, prompt.source, ids, threshold, 1, longest)
+            triton.cluster_merge_layers(
+                prompt.kv_cache,
+                prompt.bias,
+                range(prompt.geometry.num_layers),
+                prompt.source,
+                prompt.slab,
+                triton.find_chunks(ids, prompt.kv_cache.device, longest=longest),
+                threshold,
+                0,
+                prompt.num_cells,
+            )
+        return self.compress_into(prompt)
+
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
         # imported on demand: installations for the CPU have no Triton
         from kvcompress_kernels.cluster_merge import triton
@@ -54,16 +74,19 @@ class GpuSemantiCache(SemantiCache):
         geometry, device = prompt.geometry, prompt.kv_cache.device
         check_device(prompt.kv_cache)
         room = self._room(prompt.options, layout, geometry, prompt.num_cells)
+        # one compiled kernel for all prompts
+        longest = self.config.max_chunk
 
         def sample(rung: Rung, stride: int) -> np.ndarray:
             ids = torch.tensor(rung.chunk_ids(layout))
-            counts = api.cluster_count(
-                prompt.kv_cache, prompt.source, ids, rung.threshold, stride, impl="triton"
+            counts = triton.cluster_count(
+                prompt.kv_cache, prompt.source, ids, rung.threshold, stride, longest
             )
             return counts.cpu().numpy()
 
         def run(rung: Rung) -> SlabUsage | None:
-            chunks = triton.find_chunks(torch.tensor(rung.chunk_ids(layout)), device)
+            ids = torch.tensor(rung.chunk_ids(layout))
+            chunks = triton.find_chunks(ids, device, longest=longest)
             num_entries, first_cell, next_cell = triton.cluster_merge_layers(
                 prompt.kv_cache,
                 prompt.bias,
@@ -232,6 +255,17 @@ class GpuComposed(Composed):
         super().__init__(config, first)
         self._encoder = _Encoder(self.codecs)
 
+    def warm_up(self, prompt: PagedPrompt) -> SlabUsage:
+        self._first.warm_up(prompt)
+        # of a short prompt the entries may stay raw
+        pool = prompt.kv_cache
+        noise = torch.randn((1, pool.shape[-1]), device=pool.device).to(pool.dtype)
+        bias = torch.zeros(1, device=pool.device)
+        for layer, codecs in enumerate(self.codecs()):
+            for head in range(len(codecs)):
+                self._code(prompt, layer, head, (noise, noise, bias), 0)
+        return self.compress_into(prompt)
+
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
         usage = self._first.compress_into(prompt)
         writer = _GpuWriter(prompt, self.name)
@@ -254,20 +288,34 @@ class GpuComposed(Composed):
         head: int,
         entries: tuple[torch.Tensor, ...],
     ) -> None:
-        from kvcompress_kernels.code_rows import triton
-
         keys, values, bias = entries
         codec = self.codecs()[layer][head]
         raw = self._num_raw(len(keys), codec, prompt.geometry)
         writer.write_raw(layer, head, keys[:raw], values[:raw], bias[:raw])
+        first_cell = writer.take_rows(layer, head, len(keys) - raw, codec.layout)
+        # the biases at an address that kernels are compiled for
+        rest = keys[raw:], values[raw:], bias[raw:].clone()
+        self._code(prompt, layer, head, rest, first_cell)
+
+    def _code(
+        self,
+        prompt: PagedPrompt,
+        layer: int,
+        head: int,
+        entries: tuple[torch.Tensor, ...],
+        first_cell: int,
+    ) -> None:
+        from kvcompress_kernels.code_rows import triton
+
+        keys, values, bias = entries
         matrices = self._encoder.matrices(layer, head, keys.device)
         triton.code_rows(
-            *matrices.transform(keys[None, raw:], values[None, raw:]),
-            bias[raw:].contiguous(),
-            codec.layout,
+            *matrices.transform(keys[None], values[None]),
+            bias,
+            self.codecs()[layer][head].layout,
             prompt.kv_cache,
             prompt.slab,
-            writer.take_rows(layer, head, len(keys) - raw, codec.layout),
+            first_cell,
         )
 
 

@@ -262,7 +262,7 @@ class Chunks:
     Args:
         starts: int32 ``[chunks]``, first tokens.
         lengths: int32 ``[chunks]``.
-        longest: the greatest length, 0 without chunks.
+        longest: the greatest length, or a greater one that the kernel is compiled for.
         num_tokens: ``G``.
     """
 
@@ -272,12 +272,15 @@ class Chunks:
     num_tokens: int
 
 
-def find_chunks(chunk_ids: torch.Tensor, device: torch.device, stride: int = 1) -> Chunks:
+def find_chunks(
+    chunk_ids: torch.Tensor, device: torch.device, stride: int = 1, longest: int = 0
+) -> Chunks:
     """Chunks whose number is a multiple of ``stride``.
 
     Args:
         chunk_ids: int32 ``[G]``, as in `api.cluster_merge`; on the CPU, or this waits for the
             device.
+        longest: what the kernel is to be compiled for at least.
 
     Raises:
         ValueError: a chunk is longer than `MAX_CHUNK`.
@@ -286,7 +289,7 @@ def find_chunks(chunk_ids: torch.Tensor, device: torch.device, stride: int = 1) 
     starts = torch.cumsum(lengths, 0) - lengths
     chosen = (ids >= 0) & (ids % stride == 0)
     starts, lengths = starts[chosen].int(), lengths[chosen].int()
-    longest = int(lengths.max()) if lengths.numel() else 0
+    longest = max(longest, int(lengths.max()) if lengths.numel() else 0)
     if longest > MAX_CHUNK:
         raise ValueError(
             f"chunk_ids: expected chunks of at most {MAX_CHUNK} tokens with impl='triton', got one "
@@ -451,11 +454,12 @@ def cluster_count(
     chunk_ids: torch.Tensor,
     threshold: float,
     stride: int,
+    longest: int = 0,
 ) -> torch.Tensor:
-    """See `api.cluster_count`."""
+    """See `api.cluster_count`, and `find_chunks`."""
     _, num_layers, _, num_kv_heads, _, _ = kv_cache.shape
     counts = torch.zeros((num_layers, num_kv_heads), dtype=torch.int32, device=kv_cache.device)
-    chunks = find_chunks(chunk_ids, kv_cache.device, stride)
+    chunks = find_chunks(chunk_ids, kv_cache.device, stride, longest)
     layers = range(num_layers)
     _assign(kv_cache, layers, source, chunks, threshold, counts, counts, counts, count_only=True)
     return counts
