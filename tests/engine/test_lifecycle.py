@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from harness import check_idle, check_invariants
 from tiny_soft_tokens import make_soft_tokens
 
 from vllm_kvcompress.core import SlabOverflowError
+from vllm_kvcompress.engine import worker
+from vllm_kvcompress.engine.worker import CompressionRunner
 from vllm_kvcompress.methods.semanticache import SemantiCache
 
 CONFIG = {
@@ -191,6 +194,31 @@ def test_worker_failure_is_rolled_back(
         check_idle(engine)
     assert failures._value.get() == before + 2
     assert ours == make_engine(tiny_model()).generate(prompts)
+
+
+def test_only_compression_may_wait_for_the_device(make_engine, tiny_model, token_ids, monkeypatch):
+    """What vLLM reports or refuses under ``VLLM_GPU_SYNC_CHECK`` is allowed there alone."""
+    allowed, seen = [], []
+
+    @contextmanager
+    def allow():
+        allowed.append(True)
+        yield
+        allowed.pop()
+
+    def compress(self, prompt, original=SemantiCache.compress_into):
+        seen.append(bool(allowed))
+        return original(self, prompt)
+
+    def sample(self, *args, original=CompressionRunner.sample_tokens):
+        assert not allowed
+        return original(self, *args)
+
+    monkeypatch.setattr(worker, "gpu_sync_allowed", allow)
+    monkeypatch.setattr(SemantiCache, "compress_into", compress)
+    monkeypatch.setattr(CompressionRunner, "sample_tokens", sample)
+    make_engine(tiny_model(), CONFIG).generate([token_ids[:400]])
+    assert seen == [True]
 
 
 def test_reset_prefix_cache_with_running_requests(make_engine, tiny_model, token_ids):

@@ -541,6 +541,7 @@ EXTENSION_POINTS = (
         attributes=("model_runner_output",),
         gpu=True,
     ),
+    ExtensionPoint("vllm.utils.gpu_sync_debug.gpu_sync_allowed", methods={"": ()}),
     ExtensionPoint(
         "vllm.utils.torch_utils.async_tensor_h2d",
         methods={"": ("data", "device", "dtype")},

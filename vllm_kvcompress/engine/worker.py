@@ -16,6 +16,7 @@ import torch.distributed
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -109,7 +110,9 @@ class CompressionRunner:
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         step: CompressionStep | None = getattr(scheduler_output, ATTRIBUTE, None)
         if step is not None and self._compressor is not None:
-            self._compressor.run(step)
+            # methods wait for the device, once or twice per prompt
+            with gpu_sync_allowed():
+                self._compressor.run(step)
         return self._answer(super().execute_model(scheduler_output, *args, **kwargs))  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
