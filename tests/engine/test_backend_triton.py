@@ -489,11 +489,12 @@ def test_no_kernel_is_compiled_once_warm(
         compression = {**compression, "soft_tokens": soft_tokens}
     engine = make_gpu_engine(compression)
     state = engine.compressor.state
+    pool = state.kv_cache.clone()
     with compiled_forms.recorded() as warm:
         engine.runner.warm_up_compression()
     assert state.num_requests == 0
     assert not state.slot_of_block.any()
-    assert not state.kv_cache.any()
+    assert not state.kv_cache[state.kv_cache != pool].any()
     assert not engine.runner.block_tables.input_block_tables[0].any()
     before = engine.planner._metrics.requests_compressed._value.get()
     with compiled_forms.recorded() as used:
@@ -510,8 +511,14 @@ def test_no_kernel_is_compiled_once_warm(
     assert not sorted(map(str, used - warm))
 
 
-def test_a_pool_without_room_to_warm_up(make_gpu_engine, prompts):
-    engine = make_gpu_engine({**SEMANTICACHE, "min_prompt_tokens": 240}, num_gpu_blocks_override=17)
+@pytest.mark.parametrize(
+    "compression",
+    [{**SEMANTICACHE, "min_prompt_tokens": 240}, {**RELOCATE, "method": "none"}],
+    ids=["no room", "none"],
+)
+def test_nothing_to_warm_up(make_gpu_engine, compression):
+    """No room for a prompt of the least length, and a method that compresses none."""
+    engine = make_gpu_engine(compression, num_gpu_blocks_override=17)
     with compiled_forms.recorded() as warm:
         engine.runner.warm_up_compression()
     assert not warm

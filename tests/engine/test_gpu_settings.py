@@ -308,7 +308,7 @@ def test_metadata_are_built_without_waiting_for_the_device(indices, monkeypatch)
 def test_split_buffers_hold_every_batch(monkeypatch, num_kv_heads):
     from kvcompress_kernels.segment_attention.triton import choose_num_splits
 
-    monkeypatch.setattr(backend_triton, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(backend_triton, "num_processors", lambda device: 132)
     buffers = backend_triton.SplitBuffers(256, 32, num_kv_heads, 128, torch.device("meta"))
     for rows in range(1, 257):
         splits = choose_num_splits(rows, num_kv_heads, 132)

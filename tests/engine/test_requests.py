@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from harness import BLOCK_SIZE, check_idle
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.attention.backends import cpu_attn
+
+from vllm_kvcompress.engine import backend_cpu
 
 CONFIG = {"method": "semanticache", "min_prompt_tokens": 64, "window": 32, "threshold": 0.7}
 RELOCATE = {"method": "relocate", "min_prompt_tokens": 64, "window": 32}
@@ -176,7 +179,32 @@ def test_untouched_rows_beside_compressed_ones(make_engine, tiny_model, token_id
     assert len(final[packed].outputs[0].token_ids) == 60
 
 
-def test_batches_without_compressed_rows_are_bit_identical(make_engine, model_path, token_ids):
+@pytest.fixture
+def no_amx(monkeypatch):
+    """vLLM's attention without AMX, as it always is with compression."""
+    choose = cpu_attn._get_attn_isa
+
+    def choose_another(*args, **kwargs):
+        found = choose(*args, **kwargs)
+        return "vec" if found == "amx" else found
+
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", choose_another)
+
+
+def test_a_processor_with_amx(make_engine, tiny_model, token_ids, monkeypatch):
+    """Its layout of the cache is not used, and that is said."""
+    said = []
+    stock = make_engine(tiny_model()).generate([token_ids[:300]])
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *args, **kwargs: "amx")
+    monkeypatch.setattr(backend_cpu.logger, "warning", said.append)
+    engine = make_engine(tiny_model(), RELOCATE)
+    assert ["not on this processor's AMX" in text for text in said] == [True]
+    assert engine.generate([token_ids[:300]]) == stock
+
+
+def test_batches_without_compressed_rows_are_bit_identical(
+    make_engine, model_path, token_ids, no_amx
+):
     """Not only the tokens: every log-probability to the last bit, in the model's own bfloat16."""
     prompts = [token_ids[:300], token_ids[900:1000], token_ids[2000:2700]]
     settings = {"dtype": "bfloat16", "max_num_batched_tokens": 256}

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -24,6 +25,8 @@ from kvcompress_kernels.coded_attention.api import coded_attention
 from kvcompress_kernels.segment_attention.api import segment_attention
 from vllm_kvcompress.engine.spec import compressed_spec
 from vllm_kvcompress.engine.state import LayerState
+
+logger = init_logger("vllm.kvcompress.backend")
 
 
 class CompressionCPUBackend(CPUAttentionBackend):
@@ -68,6 +71,10 @@ class CompressionCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.isa: str
         if self.isa == "amx":
             # the tiled AMX cells are not the layout that segments are written in
+            logger.warning(
+                "attention runs on AVX-512 and not on this processor's AMX, whose layout of the "
+                "cache the kernels of compressed rows do not read; prefills take longer"
+            )
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
         if self.isa not in ("vec", "vec16"):

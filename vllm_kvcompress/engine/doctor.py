@@ -53,7 +53,8 @@ def examine() -> Iterator[Check]:
         yield from _gpu()
         return
     yield Check("gpu", "not used: this torch is a build for CPUs")
-    yield Check("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")
+    unused = ", AMX (attention uses AVX-512)" if torch.cpu._is_amx_tile_supported() else ""
+    yield Check("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads{unused}")
     yield _compiler()
     yield _kernels()
 

@@ -8,6 +8,7 @@ and with ``--jit-monitor-mode=error`` they are errors.
 from __future__ import annotations
 
 import time
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,21 +27,17 @@ _REQUEST = "kv-compression-warm-up"
 
 
 @torch.inference_mode()
-def warm_up(runner: Any, compressor: Compressor) -> bool:
+def warm_up(runner: Any, compressor: Compressor) -> None:
     """Compress a prompt of no request and attend to it, in blocks that no request has yet.
 
     Args:
         runner: a V2 model runner whose KV cache is initialised.
         compressor: of the runner.
-
-    Returns:
-        Whether there was room for it.
     """
     started = time.perf_counter()
     plan = _plan(runner, compressor)
     if plan is None:
-        logger.warning("no room to warm up: the first requests will wait for kernels to compile")
-        return False
+        return
     state = compressor.state
     blocks = [*plan.source, *plan.tail, *plan.slab]
     state.fill_with_noise(blocks)
@@ -52,11 +49,10 @@ def warm_up(runner: Any, compressor: Compressor) -> bool:
         state.release(_REQUEST)
         state.clear(blocks)
     logger.info("GPU kernels ready after %.1f s", time.perf_counter() - started)
-    return True
 
 
 def _plan(runner: Any, compressor: Compressor) -> Plan | None:
-    """For the shortest prompt that the method takes; None where the pool is too small for it."""
+    """For the shortest prompt that the method takes, if it takes any and the pool has room."""
     config, method, geometry = compressor.config, compressor.method, compressor.state.geometry
     block_size = geometry.block_size
     num_probes = method.probes.num_tokens if method.probes is not None else 0
@@ -76,12 +72,12 @@ def _plan(runner: Any, compressor: Compressor) -> Plan | None:
         num_tail = geometry.cells(config.window + 1)
         ids = iter(range(1, compressor.state.bias.shape[0]))  # all but the null block
         source, tail, slab = (
-            [block for block, _ in zip(ids, range(count), strict=False)]
-            for count in (num_source, num_tail, num_slab)
+            list(islice(ids, count)) for count in (num_source, num_tail, num_slab)
         )
-        total = gap_end + config.window + 1
         if len(slab) < num_slab:
+            logger.warning("no room to warm up: first requests will wait for kernels to compile")
             return None
+        total = gap_end + config.window + 1
         return Plan(
             sequence=0,
             request_id=_REQUEST,
