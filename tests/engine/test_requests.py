@@ -197,7 +197,7 @@ def test_a_processor_with_amx(make_engine, tiny_model, token_ids, monkeypatch):
     stock = make_engine(tiny_model()).generate([token_ids[:300]])
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *args, **kwargs: "amx")
     monkeypatch.setattr(backend_cpu.logger, "warning", said.append)
-    engine = make_engine(tiny_model(), RELOCATE)
+    engine = make_engine(tiny_model(), RELOCATE, max_num_seqs=7)  # no engine of another test
     assert ["not on this processor's AMX" in text for text in said] == [True]
     assert engine.generate([token_ids[:300]]) == stock
 
