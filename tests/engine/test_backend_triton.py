@@ -91,6 +91,15 @@ def coded(compression, artifact):
     return {**compression, "artifact": artifact}
 
 
+def complete(compression, artifact, soft_tokens):
+    """With what its method reads from files."""
+    if "aatc" in compression["method"]:
+        compression = coded(compression, artifact)
+    if "metasoft" in compression["method"]:
+        compression = {**compression, "soft_tokens": soft_tokens}
+    return compression
+
+
 @pytest.fixture
 def prompts(token_ids):
     """Two that can be relocated, one that is too short, and one long enough for SemantiCache."""
@@ -455,10 +464,7 @@ def test_aatc_has_the_rows_that_it_has_on_the_cpu(make_gpu_engine, prompts, arti
 def test_the_engine_generates_what_the_simulation_does(
     make_gpu_engine, model, prompts, artifact, soft_tokens, compression
 ):
-    if "aatc" in compression["method"]:
-        compression = coded(compression, artifact)
-    if "metasoft" in compression["method"]:
-        compression = {**compression, "soft_tokens": soft_tokens}
+    compression = complete(compression, artifact, soft_tokens)
     engine = make_gpu_engine(compression)
     before = engine.planner._metrics.requests_compressed._value.get()
     answer = engine.generate([prompts[3]], max_tokens=6, salt="alone")
@@ -483,10 +489,7 @@ def test_no_kernel_is_compiled_once_warm(
     make_gpu_engine, prompts, artifact, soft_tokens, compression
 ):
     """By an engine in whose blocks and tables warming up has left nothing."""
-    if "aatc" in compression["method"]:
-        compression = coded(compression, artifact)
-    if "metasoft" in compression["method"]:
-        compression = {**compression, "soft_tokens": soft_tokens}
+    compression = complete(compression, artifact, soft_tokens)
     engine = make_gpu_engine(compression)
     state = engine.compressor.state
     pool = state.kv_cache.clone()

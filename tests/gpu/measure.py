@@ -774,7 +774,9 @@ def measure_xformers(clock: Clock, decode: Decode, case: Case) -> list[str]:
             choices[0]()
     except Exception as reason:  # noqa: BLE001 - whatever it is, it becomes a line of the table
         first = str(reason).strip().splitlines()
-        return [f"xformers does not run: {type(reason).__name__}: {first[0] if first else ''}"]
+        lines = [f"xformers does not run: {type(reason).__name__}: {first[0] if first else ''}"]
+        say(lines[0])
+        return lines
     ours = clock.measure(decode.ours(case))
     lines = []
     for name, choices in launches.items():
@@ -782,6 +784,7 @@ def measure_xformers(clock: Clock, decode: Decode, case: Case) -> list[str]:
         lines.append(
             f"xformers split-K {name}, {case}: {theirs:.1f} us, ours/theirs {ours / theirs:.3f}"
         )
+        say(lines[-1])
     return lines
 
 
@@ -818,8 +821,6 @@ def measure_decode(
     case = cases[len(cases) // 2]
     if decode.fits(case):
         lines += measure_xformers(clock, decode, case)
-        for line in lines[len(cases) + 1 :]:
-            say(line)
     return lines
 
 

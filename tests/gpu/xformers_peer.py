@@ -2,7 +2,7 @@
 
 Its Triton kernels need Triton below 3.8, which still has block pointers (torch 2.13 for CUDA brings
 3.7), and its compiled extensions are not needed. xformers wants a CUDA device before it offers
-them; under Triton's interpreter the kernels themselves do not, and `peer` says for it that there
+them; under Triton's interpreter the kernels themselves do not, and `Peer` says for it that there
 is one.
 """
 
@@ -65,11 +65,10 @@ class Peer:
             page_size=block_size,
             paged_type=self._masks.PagedBlockDiagonalPaddedKeysMask,
         )
-        wide = (-1, -1, -1, ratio, -1)
         inputs = self._fmha.Inputs(
             query=query.view(1, rows, num_kv_heads, ratio, head_size),
-            key=keys.flatten(0, 1)[None, :, :, None].expand(wide),
-            value=values.flatten(0, 1)[None, :, :, None].expand(wide),
+            key=_shared(keys.flatten(0, 1)[None], ratio),
+            value=_shared(values.flatten(0, 1)[None], ratio),
             attn_bias=mask,
             scale=scale,
         )
@@ -97,11 +96,10 @@ class Peer:
         rows, num_heads, head_size = query.shape
         num_kv_heads, count = keys.shape[2], keys.shape[1]
         ratio = num_heads // num_kv_heads
-        wide = (-1, -1, -1, ratio, -1)
         inputs = self._fmha.Inputs(
             query=query.view(rows, 1, num_kv_heads, ratio, head_size),
-            key=keys[:, :, :, None].expand(wide),
-            value=values[:, :, :, None].expand(wide),
+            key=_shared(keys, ratio),
+            value=_shared(values, ratio),
             attn_bias=bias.to(query.dtype)[:, :, None, None].expand(-1, -1, ratio, 1, count),
             scale=scale,
         )
@@ -121,3 +119,8 @@ class Peer:
                     raise NotImplementedError("; ".join(reasons))
             output, _ = operator.apply(inputs, needs_gradient=False)
         return output
+
+
+def _shared(x: torch.Tensor, ratio: int) -> torch.Tensor:
+    """``[..., H, D]`` as ``ratio`` query heads see it: ``[..., H, ratio, D]``."""
+    return x[..., None, :].expand(*x.shape[:-1], ratio, -1)

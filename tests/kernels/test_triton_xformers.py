@@ -8,10 +8,11 @@ import pytest
 import torch
 import triton_interpreter
 from numerics import max_error
+from xformers_peer import Peer
 
 triton_interpreter.require()
 attention: Any = triton_interpreter.load_module("test_triton_segment_attention")
-peer: Any = pytest.importorskip("xformers_peer").Peer()
+peer = Peer()
 RowSpec = attention.RowSpec
 
 DTYPES = [torch.bfloat16, torch.float16]

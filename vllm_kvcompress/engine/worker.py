@@ -298,12 +298,11 @@ class Compressor:
         else:
             try:
                 usage = self.method.compress_into(prompt)
-            except SlabOverflowError as error:
-                logger.warning("compression of %s failed: %s", plan.request_id, error)
-            except torch.OutOfMemoryError as error:
+            except (SlabOverflowError, torch.OutOfMemoryError) as error:
                 # nothing of the prompt was written, so it can stay as it is
                 logger.warning("compression of %s failed: %s", plan.request_id, error)
-                reason = "out_of_memory"
+                if isinstance(error, torch.OutOfMemoryError):
+                    reason = "out_of_memory"
         num_cells, failed = _agree(usage)
         if usage is None or failed:
             state.wipe(plan.slab)

@@ -45,59 +45,59 @@ class GpuSemantiCache(SemantiCache):
     """SemantiCache by the Triton kernels: all layers in one go, the host waits once per rung."""
 
     def warm_up(self, prompt: PagedPrompt) -> SlabUsage:
+        for threshold in (self.config.threshold, api.MERGE_ALL):
+            rung = Rung(threshold, loose=True)
+            self._count(prompt, rung, stride=1)
+            self._merge(prompt, rung, prompt.num_cells)
+        return self.compress_into(prompt)
+
+    def _count(self, prompt: PagedPrompt, rung: Rung, stride: int) -> torch.Tensor:
+        """See `cluster_merge.triton.cluster_count`."""
         from kvcompress_kernels.cluster_merge import triton
 
         assert prompt.layout is not None
-        ids, longest = torch.tensor(prompt.layout.chunk_ids), self.config.max_chunk
-        for threshold in (self.config.threshold, api.MERGE_ALL):
-            triton.cluster_count(prompt.kv_cache, prompt.source, ids, threshold, 1, longest)
-            triton.cluster_merge_layers(
-                prompt.kv_cache,
-                prompt.bias,
-                range(prompt.geometry.num_layers),
-                prompt.source,
-                prompt.slab,
-                triton.find_chunks(ids, prompt.kv_cache.device, longest=longest),
-                threshold,
-                0,
-                prompt.num_cells,
-            )
-        return self.compress_into(prompt)
+        ids = torch.tensor(rung.chunk_ids(prompt.layout))
+        # one compiled kernel for all prompts, whatever their longest chunk
+        longest = self.config.max_chunk
+        return triton.cluster_count(
+            prompt.kv_cache, prompt.source, ids, rung.threshold, stride, longest
+        )
+
+    def _merge(
+        self, prompt: PagedPrompt, rung: Rung, num_cells: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `cluster_merge.triton.cluster_merge_layers`; all layers."""
+        from kvcompress_kernels.cluster_merge import triton
+
+        assert prompt.layout is not None
+        ids = torch.tensor(rung.chunk_ids(prompt.layout))
+        longest = self.config.max_chunk
+        return triton.cluster_merge_layers(
+            prompt.kv_cache,
+            prompt.bias,
+            range(prompt.geometry.num_layers),
+            prompt.source,
+            prompt.slab,
+            triton.find_chunks(ids, prompt.kv_cache.device, longest=longest),
+            rung.threshold,
+            0,
+            num_cells,
+        )
 
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
         # imported on demand: installations for the CPU have no Triton
-        from kvcompress_kernels.cluster_merge import triton
         from kvcompress_kernels.triton_cells import check_device
 
         layout = prompt.layout
         assert layout is not None, "the engine provides a layout to methods that need token ids"
-        geometry, device = prompt.geometry, prompt.kv_cache.device
         check_device(prompt.kv_cache)
-        room = self._room(prompt.options, layout, geometry, prompt.num_cells)
-        # one compiled kernel for all prompts
-        longest = self.config.max_chunk
+        room = self._room(prompt.options, layout, prompt.geometry, prompt.num_cells)
 
         def sample(rung: Rung, stride: int) -> np.ndarray:
-            ids = torch.tensor(rung.chunk_ids(layout))
-            counts = triton.cluster_count(
-                prompt.kv_cache, prompt.source, ids, rung.threshold, stride, longest
-            )
-            return counts.cpu().numpy()
+            return self._count(prompt, rung, stride).cpu().numpy()
 
         def run(rung: Rung) -> SlabUsage | None:
-            ids = torch.tensor(rung.chunk_ids(layout))
-            chunks = triton.find_chunks(ids, device, longest=longest)
-            num_entries, first_cell, next_cell = triton.cluster_merge_layers(
-                prompt.kv_cache,
-                prompt.bias,
-                range(geometry.num_layers),
-                prompt.source,
-                prompt.slab,
-                chunks,
-                rung.threshold,
-                0,
-                room.cells,
-            )
+            num_entries, first_cell, next_cell = self._merge(prompt, rung, room.cells)
             total = num_entries.sum(dtype=torch.int64)
             entries, cells = torch.stack([total, next_cell.long()]).tolist()
             if not room.holds(entries, cells):
@@ -256,18 +256,21 @@ class GpuComposed(Composed):
         self._encoder = _Encoder(self.codecs)
 
     def warm_up(self, prompt: PagedPrompt) -> SlabUsage:
-        self._first.warm_up(prompt)
-        # of a short prompt the entries may stay raw
+        usage = self._code_entries(prompt, self._first.warm_up(prompt))
+        # of a short prompt the entries may have stayed raw
         pool = prompt.kv_cache
         noise = torch.randn((1, pool.shape[-1]), device=pool.device).to(pool.dtype)
         bias = torch.zeros(1, device=pool.device)
         for layer, codecs in enumerate(self.codecs()):
             for head in range(len(codecs)):
                 self._code(prompt, layer, head, (noise, noise, bias), 0)
-        return self.compress_into(prompt)
+        return usage
 
     def compress_into(self, prompt: PagedPrompt) -> SlabUsage:
-        usage = self._first.compress_into(prompt)
+        return self._code_entries(prompt, self._first.compress_into(prompt))
+
+    def _code_entries(self, prompt: PagedPrompt, usage: SlabUsage) -> SlabUsage:
+        """Code in place what the first method has written."""
         writer = _GpuWriter(prompt, self.name)
         places = zip(usage.first_cell.tolist(), usage.num_entries.tolist(), strict=True)
         for layer, (first_cells, counts) in enumerate(places):
